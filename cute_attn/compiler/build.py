@@ -1,0 +1,61 @@
+"""From a kernel's description to compiled code: fake tensors in, a compiled object out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+
+from cute_attn.kernels.prefill import DTYPES, PrefillKernel
+from cute_attn.problem import KernelSpec, PrefillArguments, PrefillProblem
+
+# ptxas's default level (5) lifts so many loads of fragments above their use that accumulators spill.
+PTXAS_OPTIONS = "--ptxas-options='--register-usage-level=0'"
+
+
+def fake_arguments(problem: PrefillProblem) -> PrefillArguments:
+    """Stand-ins for the arguments, with every size and stride symbolic except the head dims."""
+
+    def rows(head_dim: int) -> Any:
+        leading = 2 if problem.varlen else 3
+        shape = (*(cute.sym_int32() for _ in range(leading)), head_dim)
+        stride = (*(cute.sym_int64(divisibility=8) for _ in range(leading)), 1)
+        return make_fake_tensor(DTYPES[problem.dtype], shape, stride=stride, assumed_align=16)
+
+    def plain(dtype: Any, rank: int) -> Any:
+        shape = tuple(cute.sym_int32() for _ in range(rank))
+        stride = (*(cute.sym_int64() for _ in range(rank - 1)), 1)
+        return make_fake_tensor(dtype, shape, stride=stride, assumed_align=4)
+
+    return PrefillArguments(
+        q=rows(problem.head_dim),
+        k=rows(problem.head_dim),
+        v=rows(problem.head_dim_v),
+        out=rows(problem.head_dim_v),
+        lse=plain(cutlass.Float32, 2 if problem.varlen else 3) if problem.return_lse else None,
+        cu_seqlens_q=plain(cutlass.Int32, 1) if problem.varlen else None,
+        cu_seqlens_k=plain(cutlass.Int32, 1) if problem.varlen else None,
+        scale_log2=cutlass.Float32(1.0),
+        window_left=cutlass.Int32(0),
+        window_right=cutlass.Int32(0),
+    )
+
+
+def compile_kernel(spec: KernelSpec, options: str = "") -> Any:
+    """Compiles a kernel for ``spec.arch``, whatever this machine has.
+
+    Args:
+        options: more of the DSL's options, such as "--keep-ptx --keep-cubin".
+
+    Raises:
+        ValueError: the config does not fit the architecture.
+    """
+    spec.config.check_fits(spec.arch, spec.problem.head_dim, spec.problem.head_dim_v)
+    return cute.compile(
+        PrefillKernel(spec.problem, spec.config),
+        *fake_arguments(spec.problem),
+        make_fake_stream(use_tvm_ffi_env_stream=True),
+        options=f"--enable-tvm-ffi --gpu-arch {spec.arch.gpu_arch} {PTXAS_OPTIONS} {options}",
+    )
