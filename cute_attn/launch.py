@@ -32,10 +32,10 @@ def attend(
         options: the fields of ``Options``.
         out: where the result goes; None allocates it.
     """
-    *scalars, cu_seqlens_q, cu_seqlens_k = options
-    signature = (
+    window_right, window_left, scale, layout, config, cu_seqlens_q, cu_seqlens_k = options
+    signature: tuple[Any, ...] = (
         q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype,
-        q.get_device(), k.get_device(), v.get_device(), *scalars, return_lse,
+        q.get_device(), k.get_device(), v.get_device(), window_right, window_left, scale, layout, config, return_lse,
     )  # fmt: skip
     if cu_seqlens_q is not None or cu_seqlens_k is not None or out is not None:
         signature += (_kind(cu_seqlens_q), _kind(cu_seqlens_k), _kind(out))
@@ -48,8 +48,10 @@ def attend(
     if (q.data_ptr() | k.data_ptr() | v.data_ptr()) % ALIGNMENT:
         check_addresses(q=q, k=k, v=v)
     if out is not None:
-        check_no_gradient(out=out)
-        check_addresses(out=out)
+        if out.requires_grad:
+            check_no_gradient(out=out)
+        if out.data_ptr() % ALIGNMENT:
+            check_addresses(out=out)
         check_apart(out, q=q, k=k, v=v)
     elif plan.out_like_q:
         out = torch.empty_like(q)
@@ -91,8 +93,6 @@ def _launch(kernel: Kernel, plan: Plan, rows: tuple[Tensor, ...], others: tuple[
     """Calls the kernel with the fields of ``PrefillArguments``: q, k, v and out in ``rows``, the next in ``others``."""
     if plan.views is not None:
         rows = tuple(x.as_strided(*view) for x, view in zip(rows, plan.views, strict=True))
-    if plan.transposed:
-        rows = tuple(x.transpose(1, 2) for x in rows)
     if plan.signed_q is not None:
         rows = (plan.signed_q(rows[0]), *rows[1:])
-    kernel(*rows, *others, plan.scale_log2, plan.window_left, plan.window_right)
+    kernel(*rows, *others, *plan.scalars)

@@ -72,14 +72,13 @@ def check_own_memory(out: Tensor) -> None:
 
 def check_apart(out: Tensor, **inputs: Tensor) -> None:
     """Raises ValueError if ``out`` shares an element's memory with an input."""
+    storage = out.untyped_storage().data_ptr()
     for argument, x in inputs.items():
-        if _share_memory(out, x):
+        if x.untyped_storage().data_ptr() == storage and _share_elements(out, x):
             raise argument_error("out", "its memory", f"shared with {argument}", "memory that no input uses")
 
 
-def _share_memory(a: Tensor, b: Tensor) -> bool:
-    if a.untyped_storage().data_ptr() != b.untyped_storage().data_ptr():
-        return False
+def _share_elements(a: Tensor, b: Tensor) -> bool:
     try:
         # numpy's own types allow only two of the numbers that it takes.
         return numpy.shares_memory(_addresses(a), _addresses(b), max_work=OVERLAP_WORK)  # type: ignore[arg-type]

@@ -119,10 +119,15 @@ def attend_on_cpu(
         return_lse=True,
         layout=options.layout,
     )
-    for result, value in zip(results, values, strict=True):
+    for result, value, row_dim in zip(results, values, (0, 1), strict=True):
         if result is not None:
-            result.copy_(value)
+            _rows_of_sequences(result, row_dim, options).copy_(_rows_of_sequences(value, row_dim, options))
     return results
+
+
+def _rows_of_sequences(x: Tensor, row_dim: int, options: Options) -> Tensor:
+    """The part of packed results that sequences own: like the kernel, nothing else is written."""
+    return x if options.cu_seqlens_q is None else x.narrow(row_dim, 0, int(options.cu_seqlens_q[-1]))
 
 
 def attend_on_fake(

@@ -43,9 +43,8 @@ class Plan(NamedTuple):
         lse_shape: of the log-sum-exp; None where it is not wanted.
         out_like_q: ``torch.empty_like(q)`` is what out must be; it takes half the time of ``torch.empty``.
         views: strides for q, k, v and out that a kernel allows; None where it allows their own.
-        transposed: the layout is (batch, length, heads, head_dim), which kernels take with heads and length swapped.
         signed_q: gives q for which ``scale_log2`` is positive; None where it is.
-        scale_log2, window_left, window_right: as in ``PrefillArguments``.
+        scalars: what ``PrefillArguments`` has after the tensors.
         one_device: there is no other device that could be the current one.
     """
 
@@ -54,11 +53,8 @@ class Plan(NamedTuple):
     lse_shape: Shape | None
     out_like_q: bool
     views: tuple[View, ...] | None
-    transposed: bool
     signed_q: Callable[[Tensor], Tensor] | None
-    scale_log2: float
-    window_left: int
-    window_right: int
+    scalars: tuple[float, int, int, int]
     one_device: bool
 
 
@@ -93,12 +89,14 @@ def make_plan(call: Call) -> Plan:
         lse_shape=sizes.lse_shape(options) if call.return_lse else None,
         out_like_q=out == _own_view(q),
         views=views,
-        transposed=options.layout == "bshd" and not options.packed,
         signed_q=signed_q,
-        scale_log2=scale_log2,
         # A width beyond the sequence hides nothing, and would overflow the kernel's 32-bit positions.
-        window_left=min(options.window_left, sizes.k_len),
-        window_right=min(options.window_right, sizes.q_len),
+        scalars=(
+            scale_log2,
+            min(options.window_left, sizes.k_len),
+            min(options.window_right, sizes.q_len),
+            int(options.layout == "bhsd"),
+        ),
         one_device=torch.cuda.device_count() <= 1,
     )
 
@@ -126,7 +124,7 @@ def _own_view(x: Tensor) -> View:
 
 
 def _positive_scale(scale: float | None, head_dim: int) -> tuple[Callable[[Tensor], Tensor] | None, float]:
-    """``Plan.signed_q`` and ``Plan.scale_log2``: the same scores by a positive scale, which is what kernels take."""
+    """``Plan.signed_q`` and ``scale_log2``: the same scores by a positive scale, which is what kernels take."""
     scale_log2 = LOG2_E / math.sqrt(head_dim) if scale is None else LOG2_E * scale
     if scale_log2 >= SMALLEST_FLOAT32:
         return None, scale_log2

@@ -46,8 +46,9 @@ class PrefillProblem:
 class PrefillArguments(NamedTuple):
     """The compiled prefill kernel's arguments, in order.
 
-    Dense tensors are (batch, heads, length, dim) by strides; with ``varlen`` they are (total, heads, dim). The last
-    dimension is dense, every other stride is a multiple of 8 elements, every pointer is 16-byte aligned.
+    Dense tensors are (batch, heads, length, dim) with ``heads_second``, else (batch, length, heads, dim); with
+    ``varlen`` they are (total, heads, dim). The last dimension is dense, every other stride is a multiple of 8
+    elements, every pointer is 16-byte aligned.
     """
 
     q: Any  # 16-bit
@@ -60,6 +61,7 @@ class PrefillArguments(NamedTuple):
     scale_log2: float  # softmax scale x log2(e); positive
     window_left: int  # used when bounded_left
     window_right: int  # used when bounded_right
+    heads_second: int  # 1 or 0: the order of dense tensors; unused with varlen
 
 
 @dataclass(frozen=True)

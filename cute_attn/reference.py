@@ -68,7 +68,7 @@ def attention(
     """softmax(scale * q k^T) v, on any device and in any floating dtype; slow.
 
     The arguments and results are those of ``cute_attn.attention``, except that inputs may be float32 or float64, that
-    any head dim and stride will do, and:
+    any head dim and stride will do, that rows of no packed sequence get out 0 and lse -inf, and:
 
     Args:
         precision: see ``Precision``; None computes in float32, or in float64 when q is float64.

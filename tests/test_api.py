@@ -150,6 +150,14 @@ def test_no_packed_sequences() -> None:
     assert lse.shape == (2, 0)
 
 
+def test_rows_of_no_packed_sequence_stay_as_they_are() -> None:
+    x, bounds = normal(9, 2, 16), cumulative(2, 3)
+    out = torch.full_like(x, math.nan)
+    cute_attn.attention(x, x, x, cu_seqlens_q=bounds, cu_seqlens_k=bounds, out=out)
+    assert out[:5].isfinite().all()
+    assert out[5:].isnan().all()
+
+
 def test_autocast_casts_the_inputs() -> None:
     arguments = dense(torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16):

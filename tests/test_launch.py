@@ -46,6 +46,7 @@ class ReferenceKernel:
             cu_seqlens_q=arguments.cu_seqlens_q,
             cu_seqlens_k=arguments.cu_seqlens_k,
             return_lse=True,
+            layout="bhsd" if arguments.heads_second else "bshd",
         )
         arguments.out.copy_(out)
         if arguments.lse is not None:
@@ -64,8 +65,9 @@ class ReferenceKernel:
         assert (arguments.lse is not None) == problem.return_lse
         assert (arguments.cu_seqlens_q is not None) == (arguments.cu_seqlens_k is not None) == problem.varlen
         assert arguments.scale_log2 >= 2.0**-126
-        assert arguments.window_left <= arguments.k.shape[-2 if not problem.varlen else 0]
-        assert arguments.window_right <= arguments.q.shape[-2 if not problem.varlen else 0]
+        length = 0 if problem.varlen else 1 + arguments.heads_second
+        assert arguments.window_left <= arguments.k.shape[length]
+        assert arguments.window_right <= arguments.q.shape[length]
 
 
 class Machine:
@@ -206,11 +208,21 @@ def test_arguments_in_order(machine: Machine) -> None:
         scale_log2=0.25 * LOG2_E,
         window_left=2,
         window_right=3,
+        heads_second=1,
     )
     assert machine.kernel.spec.problem == PrefillProblem(
         "float16", 16, 24, bounded_left=True, bounded_right=True, varlen=True, return_lse=True
     )
     assert machine.kernel.spec.arch.gpu_arch == "sm_90a"
+
+
+def test_kernels_get_the_tensors_themselves(machine: Machine) -> None:
+    """Views would take longer to make than everything else of a call."""
+    for arguments, heads_second in ((dense(), 1), (swapped(dense()), 0)):
+        out = cute_attn.attention(**arguments)
+        assert machine.arguments.heads_second == heads_second
+        assert machine.arguments.out is out
+        assert all(getattr(machine.arguments, name) is arguments[name] for name in "qkv")
 
 
 def test_one_kernel_serves_all_sizes_layouts_and_widths(machine: Machine) -> None:

@@ -116,6 +116,14 @@ class Block:
         parts = self.partition(self.tiles.mma(), "partition_C", shape)
         return parts.reshape(-1, LANES, *parts.shape[1:])
 
+    def by_rows(self, mma: Any, columns: int) -> Array:
+        """(thread, rows, columns, coordinate) of a (tile_m, columns) tile's accumulators, as the softmax reads them."""
+        at = self.partition(mma, "partition_C", (self.tile_m, columns))
+        layout = cute.make_rmem_tensor(mma.partition_shape_C((self.tile_m, columns)), cutlass.Float32).layout
+        registers = np.empty((at.shape[0], np.prod(at.shape[1:-1]), 2), dtype=np.int64)
+        registers[:, tile_model.offsets(layout)] = at
+        return registers[:, tile_model.offsets(rows_and_columns(layout))]
+
 
 def product(a: Array, b: Array) -> Array:
     """Accumulators (warp, lane, 4, rows, columns) of one tile, by the hardware's definition of mma.m16n8k16."""
@@ -275,16 +283,18 @@ class TestFragments:
 
     def test_rows_and_columns_of_accumulators(self, block: Block) -> None:
         """The mask relies on it: a thread's columns lie at the same static distances in each of its rows."""
-        shape = (block.tile_m, block.tile_n)
-        at = block.accumulator_coordinates(shape)
-        layout = block.fragment("C", shape).layout
-        registers = np.empty((at.shape[0] * LANES, np.prod(at.shape[2:-1]), 2), dtype=np.int64)
-        registers[:, tile_model.offsets(layout)] = at.reshape(-1, *at.shape[2:])
-        seen = registers[:, tile_model.offsets(rows_and_columns(layout))]  # (thread, rows, columns, coordinate)
+        seen = block.by_rows(block.tiles.mma(), block.tile_n)
         assert (seen[..., 0] == seen[:, :, :1, 0]).all()
         distances = [column_distance(c) for c in range(seen.shape[2])]
         assert (seen[..., 1] - seen[:, :, :1, 1] == distances).all()
         assert (seen[:, :, 0, 1] == seen[:, :1, 0, 1]).all()
+
+    def test_row_sums_stand_beside_the_scores(self, block: Block) -> None:
+        """The product with 8 columns of ones takes the fragments of P, and leaves each sum with its row's owners."""
+        scores, sums = block.tiles.mma(), block.tiles.mma(columns=8)
+        assert (block.by_rows(sums, 8)[:, :, 0, 0] == block.by_rows(scores, block.tile_n)[:, :, 0, 0]).all()
+        of_p = [block.partition(mma, "partition_A", (block.tile_m, block.tile_n)) for mma in (sums, scores)]
+        assert (of_p[0] == of_p[1]).all()
 
 
 class TestOutput:

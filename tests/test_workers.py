@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -136,6 +137,12 @@ def test_prepare_raises_after_loading_the_rest(fake_compiler: FakeCompiler, monk
         workers.prepare(SPECS)
     assert [cache.loaded(spec) is not None for spec in SPECS] == [True, False, True, True]
     assert len(fake_compiler.compiled) == len(SPECS)
+
+
+def test_a_compile_error_crosses_to_another_process() -> None:
+    error = pickle.loads(pickle.dumps(KernelCompileError(spec(), "ptxas is unhappy")))
+    assert (error.spec, error.reason) == (spec(), "ptxas is unhappy")
+    assert str(error).endswith("failed to compile: ptxas is unhappy")
 
 
 def test_prepare_works_without_a_folder(

@@ -40,6 +40,7 @@ def fake_arguments(problem: PrefillProblem) -> PrefillArguments:
         scale_log2=cutlass.Float32(1.0),
         window_left=cutlass.Int32(0),
         window_right=cutlass.Int32(0),
+        heads_second=cutlass.Int32(1),
     )
 
 

@@ -19,6 +19,10 @@ class KernelCompileError(RuntimeError):
         self.spec = spec
         self.reason = reason
 
+    def __reduce__(self) -> tuple[type[KernelCompileError], tuple[KernelSpec, str]]:
+        """How the error crosses to another process."""
+        return type(self), (self.spec, self.reason)
+
 
 def compile_spec(spec: KernelSpec, options: str = "") -> Any:
     """The DSL's compiled object of a kernel.

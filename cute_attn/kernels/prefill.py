@@ -26,6 +26,7 @@ from cute_attn.configs import PrefillConfig
 from cute_attn.kernels.parts.gemm import Operand, gemm_output, gemm_scores
 from cute_attn.kernels.parts.load import TileLoader
 from cute_attn.kernels.parts.mask import KeyBounds
+from cute_attn.kernels.parts.modes import heads_before_length
 from cute_attn.kernels.parts.output import OutputAccumulator, OutputTile
 from cute_attn.kernels.parts.rare import fresh, once_if
 from cute_attn.kernels.parts.schedule import Work, dense_work, heads_per_group, packed_work
@@ -70,7 +71,7 @@ class PrefillKernel:
 
     @cute.jit
     def __call__(self, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, scale_log2: Float32, window_left: Int32,
-                 window_right: Int32, stream: cuda.CUstream):  # fmt: skip
+                 window_right: Int32, heads_second: Int32, stream: cuda.CUstream):  # fmt: skip
         """Launches the kernel; the arguments are those of ``PrefillArguments``."""
         tile_m = self.config.tile_m
         if const_expr(self.problem.varlen):
@@ -78,6 +79,7 @@ class PrefillKernel:
             num_tiles = q.shape[0] // tile_m + cu_seqlens_q.shape[0] - 1
             group = Int32(1)
         else:
+            q, k, v, out = (heads_before_length(x, heads_second) for x in (q, k, v, out))
             heads = q.shape[0] * q.shape[1]
             num_tiles = cute.ceil_div(q.shape[2], tile_m)
             group = Int32(1)
@@ -89,7 +91,7 @@ class PrefillKernel:
         )
 
     @cute.kernel
-    def kernel(self, inputs: Inputs, scale_log2: Float32, window_left: Int32, window_right: Int32):
+    def kernel(self, inputs: Inputs, scale_log2: Float32, window_left: Int32, window_right: Int32) -> None:
         """One block: tile_m query rows over all the keys that they see."""
         block, _, _ = cute.arch.block_idx()
         shared = self.allocate()
@@ -122,7 +124,7 @@ class PrefillKernel:
         """Shared memory of the block, as ``tiles`` lays it out."""
         tiles, config = self.tiles, self.config
         q_region, k_ring, v_ring = config.smem_elements(self.problem.head_dim, self.problem.head_dim_v)
-        smem = cutlass.utils.SmemAllocator()
+        smem = cutlass.memory.SmemAllocator()
         q = smem.allocate_array(tiles.dtype, q_region, byte_alignment=1024)
         k = smem.allocate_array(tiles.dtype, k_ring, byte_alignment=1024)
         v = k if config.share_kv else smem.allocate_array(tiles.dtype, v_ring, byte_alignment=1024)
@@ -135,7 +137,7 @@ class PrefillKernel:
         )
 
     @cute.jit
-    def attend(self, inputs: Inputs, work: Work, bounds: KeyBounds, shared: SharedTiles, scale_log2: Float32):
+    def attend(self, inputs: Inputs, work: Work, bounds: KeyBounds, shared: SharedTiles, scale_log2: Float32) -> None:
         """The block's main loop, from the last visible tile of keys to the first."""
         tiles, config = self.tiles, self.config
         thread, _, _ = cute.arch.thread_idx()
@@ -160,7 +162,7 @@ class PrefillKernel:
                        mine.make_fragment_B(mine.partition_B(shared.v_transposed[None, None, 0])))  # fmt: skip
 
         scores_shape = mine.partition_shape_C((config.tile_m, config.tile_n))
-        softmax = OnlineSoftmax.of(2 * cute.size(scores_shape[1]), scale_log2)
+        softmax = OnlineSoftmax.of(tiles, thread, scale_log2, self.problem.return_lse)
         output = OutputAccumulator.of(
             mine.partition_shape_C((config.tile_m, tiles.tile_dv)), config.o_fp32, tiles.dtype
         )
@@ -216,7 +218,9 @@ class PrefillKernel:
             score_rows = cute.make_tensor(scores.iterator, rows_and_columns(scores.layout))
             for zero in cutlass.range(once_if((tile >= full_end) | (tile < full_begin)), unroll=1):
                 bounds.hide(score_rows, tiles.positions(thread + zero, config.tile_n), tile * config.tile_n + zero)
-            output.shrink(softmax.advance(score_rows))
+            seen, times = softmax.advance(score_rows)
+            for zero in cutlass.range(times, unroll=1):
+                output.shrink(softmax.shrink(seen, zero))
             if const_expr(config.share_kv):
                 cute.arch.cp_async_wait_group(0)
                 cute.arch.sync_threads()
@@ -232,7 +236,7 @@ class PrefillKernel:
         self.store(inputs, shared, softmax, output)
 
     @cute.jit
-    def store(self, inputs: Inputs, shared: SharedTiles, softmax: OnlineSoftmax, output: OutputAccumulator):
+    def store(self, inputs: Inputs, shared: SharedTiles, softmax: OnlineSoftmax, output: OutputAccumulator) -> None:
         """The block's results. Where they go is computed anew here, not kept in registers through the main loop."""
         tiles, config = self.tiles, self.config
         thread, block = fresh(cute.arch.thread_idx()[0]), fresh(cute.arch.block_idx()[0])

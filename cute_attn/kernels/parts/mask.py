@@ -44,7 +44,7 @@ class KeyBounds:
     window_right: Int32
 
     @cute.jit
-    def tiles(self):
+    def tiles(self) -> tuple[Int32, Int32, Int32, Int32]:
         """Tile numbers (begin, full_begin, full_end, end): visit begin..end, mask all but full_begin..full_end."""
         align = self.k_len - self.q_len
         last_row = min(self.first_row + self.config.tile_m, self.q_len) - 1

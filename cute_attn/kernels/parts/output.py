@@ -30,13 +30,11 @@ class OutputAccumulator:
     Attributes:
         accumulators: fp32, what gemm1 adds to.
         stored: None, or O rounded to 16 bits after every tile; the accumulators then hold one tile's P V alone.
-        factors: (rows,) by which ``stored`` shrinks at the present tile.
         dtype: of the output.
     """
 
     accumulators: cute.Tensor
     stored: cute.Tensor | None
-    factors: cute.Tensor
     dtype: type[Numeric]
 
     @staticmethod
@@ -47,23 +45,22 @@ class OutputAccumulator:
         stored = None if o_fp32 else cute.make_rmem_tensor_like(accumulators, dtype)
         if stored is not None:
             stored.fill(0.0)
-        return OutputAccumulator(accumulators, stored, cute.make_rmem_tensor(2 * cute.size(shape[1]), Float32), dtype)
+        return OutputAccumulator(accumulators, stored, dtype)
 
     def shrink(self, factors: cute.Tensor) -> None:
-        """Before a tile: what was summed so far is multiplied by factors (rows,)."""
-        if self.stored is None:
-            scale_rows(self.accumulators, factors)
-        else:
+        """Multiplies what was summed so far by factors (rows,)."""
+        if self.stored is not None:
+            self.accumulators.store(self.stored.load().to(Float32))
+        scale_rows(self.accumulators, factors)
+        if self.stored is not None:
+            self.stored.store(self.accumulators.load().to(self.dtype))
             self.accumulators.fill(0.0)
-            self.factors.store(factors.load())
 
     def settle(self) -> None:
-        """After a tile: rounds the sum to 16 bits where that is asked for."""
+        """After a tile: adds it to what is stored in 16 bits, where that is asked for."""
         if self.stored is not None:
-            widened = cute.make_rmem_tensor_like(self.accumulators)
-            widened.store(self.stored.load().to(Float32))
-            scale_rows(widened, self.factors)
-            self.stored.store((widened.load() + self.accumulators.load()).to(self.dtype))
+            self.stored.store((self.stored.load().to(Float32) + self.accumulators.load()).to(self.dtype))
+            self.accumulators.fill(0.0)
 
     def rounded(self, factors: cute.Tensor) -> cute.Tensor:
         """O times factors (rows,), in 16 bits."""

@@ -3,7 +3,15 @@
 Algorithm: Milakov and Gimelshein, arXiv 1805.02867; delayed division as in FlashAttention-2, arXiv 2307.08691, 3.1.
 For a row with scores x so far, with s = scale * log2(e):
 
-    row_max = max x        P = 2^(s x - s row_max)        row_sum = sum P        O = P V
+    P = 2^(s x - s row_max)        row_sum = sum P        O = P V
+
+row_max need not be the maximum, only near it: it moves, and everything summed before is rescaled, when a score lies
+more than 2^SLACK above it. Most tiles then rescale nothing (the idea is FlashAttention-4's). P stays below 2^SLACK,
+far from where 16 bits end.
+
+The row sums come from the tensor cores, as P times a column of ones. So they add up the very P, rounded to 16 bits,
+that multiplies V: the weights sum to one exactly, however large the scores. Log-sum-exps are made of sums of P before
+it is rounded, by those kernels that return them.
 
 A row that has seen no key has row_max = -inf and row_sum = 0. No finite number stands for minus infinity.
 """
@@ -12,17 +20,19 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, const_expr, range_constexpr
+from cutlass import Float32, Int32, const_expr, range_constexpr
 
 from cute_attn.kernels.parts.rare import once_if
+from cute_attn.kernels.parts.tiles import PrefillTiles, rows_and_columns
 
 LN2 = math.log(2.0)
+SLACK = 8.0  # log2
 QUAD = (1, 2)  # the four lanes that hold one row of accumulators are neighbours at these distances
 STEP = 4  # columns that a thread holds of each row in 16 keys
-HUGE = 1024.0  # scaled maxima up to here are rounded by at most 2^-15, which P in 16 bits does not show
 
 
 @dataclass(frozen=True)
@@ -31,80 +41,107 @@ class OnlineSoftmax:
 
     Attributes:
         scale_log2: softmax scale times log2(e), positive.
-        row_max: (rows,) maxima of the unscaled scores.
-        shift: (rows,) what is subtracted from the present tile's scaled scores.
-        row_sum: (rows,) sums of this thread's own columns; ``finish`` adds the four lanes up.
+        slack: log2 of how far P may exceed 1 (static).
+        row_max: (rows,) what the exponents are relative to, in unscaled scores.
+        shift: (rows,) row_max scaled, 0 for rows that have seen no key.
+        mma: multiplies P by the column of ones.
+        ones: its B operand.
+        sums: its accumulators; each of 8 columns holds the row sum.
+        exact_sums: None, or (rows,) sums of this thread's own columns of P before rounding, for log-sum-exps.
     """
 
     scale_log2: Float32
+    slack: float
     row_max: cute.Tensor
     shift: cute.Tensor
-    row_sum: cute.Tensor
+    mma: cute.TiledMma
+    ones: cute.Tensor
+    sums: cute.Tensor
+    exact_sums: cute.Tensor | None
 
     @staticmethod
-    def of(rows: int, scale_log2: Float32) -> OnlineSoftmax:
+    def of(tiles: PrefillTiles, thread: Int32, scale_log2: Float32, with_lse: bool) -> OnlineSoftmax:
         """Rows that have seen no key yet."""
-        row_max, shift, row_sum = (cute.make_rmem_tensor(rows, Float32) for _ in range(3))
+        mma = tiles.mma(columns=8)
+        mine = mma.get_slice(thread)
+        sums = cute.make_rmem_tensor(mine.partition_shape_C((tiles.config.tile_m, 8)), Float32)
+        ones = cute.make_rmem_tensor(mine.partition_shape_B((8, 16)), tiles.dtype)
+        row_max, shift, exact_sums = (cute.make_rmem_tensor(cute.size(sums) // 2, Float32) for _ in range(3))
         row_max.fill(-Float32.inf)
-        row_sum.fill(0.0)
-        return OnlineSoftmax(scale_log2, row_max, shift, row_sum)
+        for zeros in (shift, exact_sums, sums):
+            zeros.fill(0.0)
+        ones.fill(1.0)
+        slack = SLACK if tiles.config.o_fp32 else 0.0  # O in fp16 has no room to spare
+        return OnlineSoftmax(scale_log2, slack, row_max, shift, mma, ones, sums, exact_sums if with_lse else None)
 
     @property
     def rows(self) -> int:
         return cute.size(self.row_max)
 
+    @property
+    def sum_rows(self) -> cute.Tensor:
+        """``sums`` as (rows, columns)."""
+        return cute.make_tensor(self.sums.iterator, rows_and_columns(self.sums.layout))
+
     @cute.jit
-    def advance(self, scores: cute.Tensor) -> cute.Tensor:
+    def advance(self, scores: cute.Tensor) -> Any:
         """Takes a tile of scores (rows, columns) into the maxima.
 
-        Returns the factors (rows,) by which everything summed before must shrink.
+        Returns row_max as it was, (rows,), and how often to ``shrink`` (0 or 1).
         """
-        factors = cute.make_rmem_tensor(self.rows, Float32)
-        huge = cutlass.Boolean(False)
+        seen = cute.make_rmem_tensor(self.rows, Float32)
+        moved = cutlass.Boolean(False)
         for r in range_constexpr(self.rows):
-            seen = self.row_max[r]
-            row_max = largest([seen, *(scores[r, c] for c in range(cute.size(scores, mode=[1])))])
+            seen[r] = self.row_max[r]
+            row_max = largest([seen[r], *(scores[r, c] for c in range(cute.size(scores, mode=[1])))])
             for lane in QUAD:
                 row_max = cute.arch.fmax(row_max, cute.arch.shuffle_sync_bfly(row_max, offset=lane))
-            self.row_max[r] = row_max
-            self.shift[r] = finite_or_zero(row_max) * self.scale_log2
-            factors[r] = exp2(seen * self.scale_log2 - self.shift[r])
-            self.row_sum[r] = self.row_sum[r] * factors[r]
-            huge = huge | (cute.arch.fmax(self.shift[r], -self.shift[r]) > HUGE)
-        for zero in cutlass.range(once_if(cute.arch.vote_any_sync(huge)), unroll=1):
-            self.centre(scores, zero.to(Float32))
+            moves = (row_max - seen[r]) * self.scale_log2 > self.slack
+            self.row_max[r] = row_max if moves else seen[r]
+            self.shift[r] = finite_or_zero(self.row_max[r]) * self.scale_log2
+            moved = moved | moves
+        return seen, once_if(cute.arch.vote_any_sync(moved))
+
+    @cute.jit
+    def shrink(self, seen: cute.Tensor, zero: Int32) -> cute.Tensor:
+        """Rescales the sums to the new maxima; returns the factors (rows,) by which O must shrink, too.
+
+        ``zero`` is the index of the loop of ``once_if`` that this runs in.
+        """
+        factors = cute.make_rmem_tensor(self.rows, Float32)
+        for r in range_constexpr(self.rows):
+            factors[r] = exp2(seen[r] * self.scale_log2 - self.shift[r] + zero.to(Float32))
+            self.sum_rows[r, 0] = self.sum_rows[r, 0] * factors[r]
+            if const_expr(self.exact_sums is not None):
+                self.exact_sums[r] = self.exact_sums[r] * factors[r]
         return factors
 
     @cute.jit
-    def centre(self, scores: cute.Tensor, zero: Float32) -> None:
-        """Subtracts the maxima before scaling, so that the largest P is exactly 1 however large the scores are."""
-        for r in range_constexpr(self.rows):
-            row_max = finite_or_zero(self.row_max[r]) + zero
-            for c in range_constexpr(cute.size(scores, mode=[1])):
-                scores[r, c] = scores[r, c] - row_max
-            self.shift[r] = Float32(0.0)
-
-    @cute.jit
     def weigh(self, scores: cute.Tensor, p: cute.Tensor, step: int) -> None:
-        """Fills 16 keys' columns of P (rows, columns) and adds them to the sums, before they are rounded."""
+        """Fills 16 keys' columns of P (rows, columns)."""
         for r in range_constexpr(self.rows):
             for c in range_constexpr(STEP * step, STEP * (step + 1)):
                 weight = exp2(scores[r, c] * self.scale_log2 - self.shift[r])
-                self.row_sum[r] = self.row_sum[r] + weight
+                if const_expr(self.exact_sums is not None):
+                    self.exact_sums[r] = self.exact_sums[r] + weight
                 p[r, c] = weight.to(p.element_type)
+
+    def add(self, p: cute.Tensor) -> None:
+        """Adds the fragments of P for 16 keys to the row sums."""
+        cute.gemm(self.mma, self.sums, p, self.ones[None, None, 0], self.sums)
 
     @cute.jit
     def finish(self, lse: cute.Tensor | None) -> cute.Tensor:
         """Returns the factors (rows,) that O still needs; fills ``lse`` (rows,) with natural log-sum-exps."""
         factors = cute.make_rmem_tensor(self.rows, Float32)
         for r in range_constexpr(self.rows):
-            row_sum = self.row_sum[r]
-            for lane in QUAD:
-                row_sum = row_sum + cute.arch.shuffle_sync_bfly(row_sum, offset=lane)
-            empty = row_sum == 0.0
-            factors[r] = Float32(0.0) if empty else cute.arch.rcp_approx(row_sum)
+            empty = self.sum_rows[r, 0] == 0.0
+            factors[r] = Float32(0.0) if empty else cute.arch.rcp_approx(self.sum_rows[r, 0])
             if const_expr(lse is not None):
-                natural = self.row_max[r] * self.scale_log2 * LN2 + cute.math.log(row_sum)
+                row_sum = self.exact_sums[r]
+                for lane in QUAD:
+                    row_sum = row_sum + cute.arch.shuffle_sync_bfly(row_sum, offset=lane)
+                natural = self.shift[r] * LN2 + cute.math.log(row_sum)
                 lse[r] = -Float32.inf if empty else natural
         return factors
 

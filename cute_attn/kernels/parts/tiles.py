@@ -86,7 +86,7 @@ class PrefillTiles:
 
     # Tensor cores
 
-    def mma(self) -> cute.TiledMma:
+    def mma(self, columns: int = 16) -> cute.TiledMma:
         """m16n8k16 with fp32 accumulators; warps stand along M, each owns 16 rows of every 16 x num_warps.
 
         rows  0-15   warp 0      N is 16 columns wide, so that one ldmatrix.x4 feeds two mma
@@ -95,7 +95,7 @@ class PrefillTiles:
         """
         warps = self.config.num_warps
         op = warp.MmaF16BF16Op(self.dtype, Float32, (16, 8, 16))
-        return cute.make_tiled_mma(op, (warps, 1, 1), permutation_mnk=(16 * warps, 16, 16))
+        return cute.make_tiled_mma(op, (warps, 1, 1), permutation_mnk=(16 * warps, columns, 16))
 
     def ldmatrix_a(self) -> cute.TiledCopy:
         """Q's tile to A fragments: four 8x8 matrices at a time."""
