@@ -30,8 +30,10 @@ pytest: ## the tests alone, the built and installed wheel's among them
 gpu-test: ## the tests that need a GPU, recorded in benchmarks/results/gpu_tests.json
 	@$(TEST) -m tests.gpu.record
 
-bench: ## the prefill table against its peers, on a GPU
-	@$(BENCH) -m benchmarks prefill
+bench: ## speed and host time beside the peers, on a GPU, into benchmarks/results
+	@$(BENCH) -m benchmarks prefill --json benchmarks/results/prefill.json
+	@$(BENCH) -m benchmarks host --json benchmarks/results/host.json
+	@$(BENCH) -m benchmarks picture
 
 docs: ## pictures, and the README's figures from benchmarks/results
 	@$(RUN) -m tools.draw_pictures

@@ -19,7 +19,11 @@ NO_GPU_NEEDED = ("start", "picture")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks",
+        description="Speed of this project's kernels, beside their peers in the same process.",
+        epilog="Options of a table: python -m benchmarks TABLE --help",
+    )
     tables = parser.add_subparsers(dest="table", required=True, metavar="TABLE")
     for name, module in TABLES.items():
         summary = (module.__doc__ or "").strip()
@@ -27,7 +31,10 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.table not in NO_GPU_NEEDED:
         _require_gpu(parser)
-    TABLES[arguments.table].run(arguments)
+    try:
+        TABLES[arguments.table].run(arguments)
+    except ValueError as error:
+        parser.exit(2, f"{error}\n")
 
 
 def _require_gpu(parser: argparse.ArgumentParser) -> None:

@@ -98,5 +98,5 @@ def select(names: list[str]) -> list[Peer]:
     known = {peer.name.lower(): peer for peer in PEERS}
     unknown = [name for name in names if name.lower() not in known]
     if unknown:
-        raise ValueError(f"peers {unknown} are not known; known: {[peer.name for peer in PEERS]}")
+        raise ValueError(f"--peers: unknown {', '.join(unknown)}; allowed: {', '.join(peer.name for peer in PEERS)}")
     return [known[name.lower()] for name in names]

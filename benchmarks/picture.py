@@ -21,7 +21,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Draw figures that were written earlier."""
+    """Draw figures that were written earlier.
+
+    Raises:
+        ValueError: there are none.
+    """
+    if not arguments.json.is_file():
+        raise ValueError(f"no figures in {arguments.json}: python -m benchmarks prefill --json PATH writes them")
     draw_prefill(json.loads(arguments.json.read_text()), arguments.picture)
 
 

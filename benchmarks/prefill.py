@@ -13,7 +13,7 @@ from tqdm import tqdm
 from benchmarks import peers
 from benchmarks.measure import Bind, Cell, measure
 from benchmarks.prepare import compile_in_parallel
-from benchmarks.report import RESULTS, geometric_mean, number, print_table, ratio, write_json
+from benchmarks.report import geometric_mean, number, print_table, ratio, write_json
 from benchmarks.workload import Workload
 
 OURS = "cute_attn"
@@ -40,10 +40,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=lambda text: text.split(","),
         default=[peer.name for peer in peers.PEERS],
         metavar="NAME,...",
-        help="default: %(default)s",
+        help=f"default: {','.join(peer.name for peer in peers.PEERS)}",
     )
     parser.add_argument("--budget-ms", type=float, default=100.0, help="timed milliseconds per contender and cell")
-    parser.add_argument("--json", type=Path, metavar="PATH", help=f"the committed one is {RESULTS.name}/prefill.json")
+    parser.add_argument(
+        "--json", type=Path, metavar="PATH", help="the committed one is benchmarks/results/prefill.json"
+    )
     parser.add_argument("--picture", type=Path, metavar="PATH", help="also draw the table: .svg or .png")
 
 

@@ -71,14 +71,16 @@ def number(value: float | None, digits: int) -> str:
 
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]], closing: Sequence[Sequence[str]] = ()) -> None:
-    """Right-aligned columns; ``closing`` rows stand below a second rule."""
+    """The first column left-aligned, the others right-aligned; ``closing`` rows stand below a second rule."""
     columns = zip(header, *rows, *closing, strict=True)
     widths = [max(len(cell) for cell in column) for column in columns]
 
     def line(cells: Sequence[str]) -> str:
-        return "  ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True))
+        first, *others = zip(cells, widths, strict=True)
+        aligned = [first[0].ljust(first[1]), *(cell.rjust(width) for cell, width in others)]
+        return "  ".join(aligned).rstrip()
 
-    rule = "-" * len(line(header))
+    rule = "-" * (sum(widths) + 2 * (len(widths) - 1))
     print(line(header), rule, *map(line, rows), sep="\n")
     if closing:
         print(rule, *map(line, closing), sep="\n")

@@ -13,7 +13,7 @@ from tqdm import tqdm
 from benchmarks import peers
 from benchmarks.measure import Bind, Cell, measure
 from benchmarks.prepare import compile_in_parallel
-from benchmarks.report import RESULTS, number, print_table, ratio, write_json
+from benchmarks.report import number, print_table, ratio, write_json
 from benchmarks.workload import Workload
 from cute_attn import SEED_CONFIGS
 
@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 4096, 16384], metavar="N")
     parser.add_argument("--budget-ms", type=float, default=50.0, help="timed milliseconds per contender and cell")
     parser.add_argument(
-        "--json", type=Path, metavar="PATH", help=f"the committed one is {RESULTS.name}/seed_tilings.json"
+        "--json", type=Path, metavar="PATH", help="the committed one is benchmarks/results/seed_tilings.json"
     )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from benchmarks.report import RESULTS, print_table, write_json
+from benchmarks.report import print_table, write_json
 from cute_attn.arch import Arch, arch_by_name, arch_of
 
 COMPILE_CORES = 2
@@ -64,7 +64,7 @@ print(json.dumps(seconds))
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeats", type=int, default=5, help="processes whose first call is timed")
     parser.add_argument("--arch", help="compile for this architecture, such as sm_80; default: the device's")
-    parser.add_argument("--json", type=Path, metavar="PATH", help=f"the committed one is {RESULTS.name}/start.json")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="the committed one is benchmarks/results/start.json")
 
 
 def run(arguments: argparse.Namespace) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
+from cute_attn import __version__
 from cute_attn.arch import ARCHS, Arch, arch_by_name
 from cute_attn.compiler import cache, inventory, kernel_sets, workers
 from cute_attn.configs import default_config, parse_config
@@ -33,7 +35,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m cute_attn", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m cute_attn",
+        description=__doc__,
+        epilog="To see attention run, checked and timed on this machine: python -m cute_attn.demo",
+    )
+    parser.add_argument("--version", action="version", version=f"cute_attn {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="{build,cache,inspect}")
     _add_build(commands)
     _add_cache(commands)
@@ -103,7 +110,8 @@ def _build(options: argparse.Namespace) -> int:
         return 0
     kernels = kernel_sets.all_kernels if options.all else kernel_sets.core_kernels
     specs = [spec for arch in _archs(options.arch) for spec in kernels(arch)]
-    outcomes = workers.build(specs, options.jobs)
+    with _cache_errors():
+        outcomes = workers.build(specs, options.jobs)
     if options.json:
         print(json.dumps([{**asdict(outcome), "kernel": outcome.spec.name} for outcome in outcomes], indent=2))
     else:
@@ -121,12 +129,15 @@ def _print_outcomes(outcomes: Sequence[workers.Outcome]) -> None:
 
 
 def _cache(options: argparse.Namespace) -> int:
-    kernels = inventory.cached_kernels()
-    if options.clear or options.clear_stale:
-        kernels = [kernel for kernel in kernels if options.clear or kernel.stale]
-        inventory.delete(kernels)
+    with _cache_errors():
+        kernels = inventory.cached_kernels()
+        if options.clear or options.clear_stale:
+            kernels = [kernel for kernel in kernels if options.clear or kernel.stale]
+            inventory.delete(kernels)
     if options.json:
-        rows = [{**asdict(kernel), "path": str(kernel.path)} for kernel in kernels]
+        rows = [
+            {**asdict(kernel), "age_seconds": round(kernel.age_seconds), "path": str(kernel.path)} for kernel in kernels
+        ]
         print(json.dumps({"folder": str(cache.cache_dir()), "kernels": rows}, indent=2))
     else:
         number = f"{len(kernels)} kernel{'s' * (len(kernels) != 1)}"
@@ -180,6 +191,7 @@ def _spec(options: argparse.Namespace) -> KernelSpec:
         return_lse=options.lse,
     )
     config = parse_config(options.config, head_dim) if options.config else default_config(arch, head_dim, head_dim_v)
+    config.check_fits(arch, head_dim, head_dim_v)
     return KernelSpec(problem, config, arch)
 
 
@@ -192,6 +204,15 @@ def _archs(names: Sequence[str] | None) -> list[Arch]:
     if not archs:
         raise ValueError("this machine shows no supported CUDA device: say which architecture with --arch")
     return archs
+
+
+@contextlib.contextmanager
+def _cache_errors() -> Iterator[None]:
+    """Errors of the cache's folder, with what to do about them."""
+    try:
+        yield
+    except OSError as error:
+        raise RuntimeError(cache.unwritable(error)) from error
 
 
 def _positive(text: str) -> int:

@@ -12,7 +12,7 @@ from torch import Tensor
 from cute_attn import launch, ops
 from cute_attn.checks import DTYPE_NAMES, check_dtype, check_head_dim
 from cute_attn.compiler import workers
-from cute_attn.configs import PrefillConfig
+from cute_attn.configs import PrefillConfig, parse_config
 from cute_attn.errors import argument_error
 from cute_attn.options import (
     UNBOUNDED,
@@ -112,9 +112,9 @@ def attention(
             expanded heads are read without a copy. head_dim is a multiple of 8 up to 256.
         k: of q's dtype and device. heads_kv divides heads, and serves consecutive groups of query heads.
         v: of q's dtype and device. head_dim_v may differ from head_dim.
-        causal: a query does not see keys after its own: the right width of ``window`` becomes 0.
-        window: (left, right), how many keys a query sees before and after its own, each an int from 0, or None or -1
-            for all. None is (None, None).
+        causal: a query does not see keys after its own. It combines with ``window``, whose right width becomes 0.
+        window: (left, right): beside its own key a query sees at most so many before and after it, each an int from
+            0, or None or -1 for all. None is (None, None).
         scale: a finite float, which may be negative or 0; None is 1 / sqrt(head_dim).
         cu_seqlens_q: int32 (batch + 1,) on q's device, dense: sequence i has the queries from cu_seqlens_q[i] up to
             cu_seqlens_q[i + 1]. It starts at 0, never falls and ends at most at total_q. On a GPU these values are not
@@ -133,8 +133,8 @@ def attention(
         out, or (out, lse) with ``return_lse``: lse is the natural logarithm, float32, of shape (batch, heads, q_len),
         or (heads, total_q) when packed.
 
-    Under autocast q, k and v are cast to its dtype first. There is no backward: an input that requires a gradient is
-    refused unless gradients are disabled.
+    Under autocast q, k and v are cast to its dtype first. There is no derivative: an input that requires a gradient is
+    refused unless gradients are disabled, and one with a forward-mode tangent always.
 
     Raises:
         ValueError: an argument is wrong; the message names it, what it was and what is allowed.
@@ -179,13 +179,14 @@ def warmup(
     varlen: bool | Sequence[bool] = False,
     return_lse: bool | Sequence[bool] = False,
     config: PrefillConfig | str | None = None,
-    devices: Sequence[torch.device | str | int] | None = None,
+    devices: torch.device | str | int | Sequence[torch.device | str | int] | None = None,
 ) -> list[str]:
     """Have every kernel that a program will call compiled, loaded and run once.
 
     Kernels that the cache lacks are compiled in parallel. After this no call of these kinds compiles, and all may be
     captured into a CUDA graph. Lengths, batch sizes, head counts, strides and layouts do not matter, nor does the width
-    of a window, only which sides it bounds. Without a GPU this does nothing.
+    of a window, only which sides it bounds. Without a GPU the arguments are checked, and nothing
+    else is done.
 
     Args:
         head_dim: of q and k; several for a kernel each.
@@ -196,7 +197,7 @@ def warmup(
         varlen: cumulative lengths are given.
         return_lse: as for ``attention``.
         config: as for ``attention``.
-        devices: CUDA devices; None is the current one.
+        devices: a CUDA device, or several; None is the current one.
 
     Returns:
         The kernels' names, sorted.
@@ -205,14 +206,21 @@ def warmup(
         ValueError: an argument is wrong.
         KernelCompileError: a kernel does not compile; the others are ready.
     """
-    if not torch.cuda.is_available():
-        return []
     for dim in _each(head_dim):
         check_head_dim("head_dim", "it", dim)
     if head_dim_v is not None:
         check_head_dim("head_dim_v", "it", head_dim_v)
     for dtype in dtypes:
         check_dtype("dtypes", "one of them", dtype)
+    for argument, flags in (("varlen", varlen), ("return_lse", return_lse)):
+        for flag in _each(flags):
+            check_flag(argument, flag)
+    name = config_name(config)
+    if name is not None:
+        for dim in _each(head_dim):
+            parse_config(name, dim)
+    several: Sequence[torch.device | str | int] = _each("cuda" if devices is None else devices)
+    named_devices = [_cuda_device(device) for device in several]
     problems = [
         PrefillProblem(
             DTYPE_NAMES[dtype],
@@ -231,8 +239,10 @@ def warmup(
             _each(return_lse),
         )
     ]
-    indices = [_device_index(device) for device in (devices or ("cuda",))]
-    keys = [KernelKey(problem, config_name(config), index) for problem, index in product(problems, indices)]
+    if not torch.cuda.is_available():
+        return []
+    indices = [torch.cuda.current_device() if device.index is None else device.index for device in named_devices]
+    keys = [KernelKey(problem, name, index) for problem, index in product(problems, indices)]
     specs = {kernel_spec(key) for key in keys}
     workers.prepare(sorted(specs, key=lambda spec: spec.name))
     for key in keys:
@@ -241,14 +251,17 @@ def warmup(
 
 
 def _each(values: T | Sequence[T]) -> Sequence[T]:
-    return values if isinstance(values, Sequence) else (values,)
+    return values if isinstance(values, Sequence) and not isinstance(values, str) else (values,)
 
 
-def _device_index(device: torch.device | str | int) -> int:
-    named = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
-    if named.type != "cuda":
+def _cuda_device(device: torch.device | str | int) -> torch.device:
+    try:
+        named = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    except RuntimeError:  # a name that torch does not know
+        named = None
+    if named is None or named.type != "cuda":
         raise argument_error("devices", "one of them", repr(device), "CUDA devices")
-    return torch.cuda.current_device() if named.index is None else named.index
+    return named
 
 
 def _run_once(key: KernelKey, device: torch.device) -> None:

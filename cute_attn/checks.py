@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from cute_attn.call import Shape, Sizes
 from cute_attn.errors import argument_error
@@ -33,7 +34,6 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Sizes:
     check_head_dim("v", "head_dim", sizes.head_dim_v)
     if options.scale is not None:
         check_scale(options.scale)
-    check_no_gradient(q=q, k=k, v=v)
     return sizes
 
 
@@ -55,13 +55,12 @@ def check_out(out: Tensor, q: Tensor, sizes: Sizes, options: Options) -> None:
     _check_kind("out", out, q)
     if out.shape != sizes.out_shape(options):
         raise argument_error("out", "shape", tuple(out.shape), f"{tuple(sizes.out_shape(options))}")
-    check_no_gradient(out=out)
 
 
 def _check_kind(argument: str, x: Tensor, q: Tensor) -> None:
     if x.dtype is not q.dtype:
         raise argument_error(argument, "dtype", x.dtype, f"{q.dtype}, that of q")
-    if x.get_device() != q.get_device():  # -1 on a CPU
+    if x.device != q.device:
         raise argument_error(argument, "device", x.device, f"{q.device}, that of q")
 
 
@@ -122,7 +121,7 @@ def _check_cu_seqlens(argument: str, cu_seqlens: Tensor | None, q: Tensor) -> in
         raise argument_error(argument, "it", None, "a tensor, as the other cumulative lengths are given")
     if cu_seqlens.dtype is not torch.int32:
         raise argument_error(argument, "dtype", cu_seqlens.dtype, "torch.int32")
-    if cu_seqlens.get_device() != q.get_device():
+    if cu_seqlens.device != q.device:
         raise argument_error(argument, "device", cu_seqlens.device, f"{q.device}, that of q")
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
         raise argument_error(argument, "shape", tuple(cu_seqlens.shape), "(batch + 1,)")
@@ -132,13 +131,19 @@ def _check_cu_seqlens(argument: str, cu_seqlens: Tensor | None, q: Tensor) -> in
 
 
 def check_no_gradient(**tensors: Tensor) -> None:
-    """Raises ValueError if autograd expects a gradient of a tensor: there is no backward."""
-    if not torch.is_grad_enabled():
-        return
+    """Raises ValueError if autograd expects a gradient of a tensor, or carries one forward: there is no derivative."""
     for argument, x in tensors.items():
-        if x.requires_grad:
+        if x.requires_grad and torch.is_grad_enabled():
             allowed = f"False, as attention has no backward: use torch.no_grad() or {argument}.detach()"
             raise argument_error(argument, "requires_grad", True, allowed)
+        if in_forward_mode() and forward_ad.unpack_dual(x).tangent is not None:
+            allowed = f"None, as attention has no forward-mode derivative: use {argument}.detach()"
+            raise argument_error(argument, "its tangent", "a tensor", allowed)
+
+
+def in_forward_mode() -> bool:
+    """Tensors may have tangents, of forward-mode differentiation."""
+    return forward_ad._current_level >= 0
 
 
 def _dimensions_error(shapes: tuple[Shape, Shape, Shape], dimensions: int, names: str) -> ValueError:

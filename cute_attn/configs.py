@@ -6,8 +6,10 @@ import re
 from dataclasses import dataclass, replace
 
 from cute_attn.arch import Arch
+from cute_attn.errors import argument_error
 
 ELEMENT_BYTES = 2  # fp16 and bf16
+SMEM_ALIGNMENT = 1024  # bytes: one swizzle atom of 8 rows of 128; addresses then take fewer registers
 PADDING = 8  # elements: one 16-byte chunk, which moves each row to other banks
 
 
@@ -112,15 +114,18 @@ class PrefillConfig:
 
     def smem_bytes(self, head_dim: int, head_dim_v: int) -> int:
         """Shared memory of one block."""
-        return sum(self.smem_elements(head_dim, head_dim_v)) * ELEMENT_BYTES
+        *regions, last = (n * ELEMENT_BYTES for n in self.smem_elements(head_dim, head_dim_v) if n)
+        return sum(round_up(region, SMEM_ALIGNMENT) for region in regions) + last
 
     def check_fits(self, arch: Arch, head_dim: int, head_dim_v: int) -> None:
         """Raises ValueError if a block would need more shared memory than the architecture has."""
         need = self.smem_bytes(head_dim, head_dim_v)
         if need > arch.smem_bytes:
-            raise ValueError(
-                f"config {self.name} needs {need} bytes of shared memory at head_dim {head_dim} (v: {head_dim_v}); "
-                f"{arch.gpu_arch} has {arch.smem_bytes}: choose smaller tiles or fewer stages"
+            raise argument_error(
+                "config",
+                f"{self.name}'s need of shared memory at head_dim {head_dim} (v: {head_dim_v})",
+                f"{need} bytes",
+                f"{arch.smem_bytes} bytes on {arch.gpu_arch}: choose smaller tiles or fewer stages",
             )
 
 
@@ -148,10 +153,8 @@ def parse_config(name: str, head_dim: int) -> PrefillConfig:
         return replace(SEED_CONFIGS[name], q_in_regs=head_dim < 64)
     match = _NAME.fullmatch(name)
     if match is None:
-        raise ValueError(
-            f"config {name!r} is not known; allowed: {', '.join(SEED_CONFIGS)}, a PrefillConfig, or its name "
-            f"such as {PrefillConfig().name!r}"
-        )
+        allowed = f"{', '.join(SEED_CONFIGS)}, a PrefillConfig, or its name such as {PrefillConfig().name!r}"
+        raise argument_error("config", "it", repr(name), allowed)
     tile_m, tile_n, warps, stages, rows, q, o, store = match.groups()
     return PrefillConfig(
         int(tile_m), int(tile_n), int(warps), int(stages), rows == "swizzle", q == "qreg", o == "o32", store
@@ -197,6 +200,7 @@ TABLE: tuple[_Row, ...] = (
         "bandwidth; 64x64 with 4 warps 324 / 307",
     ),
     _Row(_AMPERE, 64, PrefillConfig(128, 128, 4, 2), "two blocks a multiprocessor"),
+    _Row(_AMPERE, 96, PrefillConfig(128, 64, 4, 2), "40 to 72 KB: two blocks a multiprocessor"),
     _Row(_AMPERE, 128, PrefillConfig(128, 48, 4, 2), "64 keys a tile spill when causal"),
     _Row(_AMPERE, 256, PrefillConfig(128, 64, 8, 2, q_in_regs=True), "as on Hopper; 128 KB: one block of 8 warps"),
     _Row(_BLACKWELL, 64, PrefillConfig(128, 64, 4, 2), "128 keys a tile spill on sm_100a"),

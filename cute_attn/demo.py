@@ -31,6 +31,8 @@ LENGTH = {"cuda": 4096, "cpu": 256}
 REPEATS = {"cuda": 20, "cpu": 3}
 ALLOWED_RATIO = 2.0  # our error over that of torch in the same dtype
 ALLOWED_ULPS = 2.0  # beside it, in units of the largest output
+SPEED = "TFLOP/s"  # this column and those after it compare kernels
+HEADER = ("attention", "max error", "torch's error", "check", "ms", SPEED, "FA2 ms", "over FA2")
 
 
 @dataclass(frozen=True)
@@ -65,14 +67,17 @@ CASES = (
 
 
 class Row(NamedTuple):
-    """What the table says of a case; times in milliseconds, None where there is nothing to say."""
+    """What the table says of a case; times in milliseconds, None where there is nothing to say.
+
+    Speed is not compared on a CPU, where no kernel of this package runs.
+    """
 
     title: str
     error: float
     torch_error: float
     exact: bool
     milliseconds: float
-    tflops: float
+    tflops: float | None
     flash_milliseconds: float | None
 
 
@@ -86,7 +91,7 @@ def main() -> int:
     wrong = [row.title for row in rows if not row.exact]
     print(f"\nwrong: {', '.join(wrong)}" if wrong else "\nall within twice the error of torch in the same dtype")
     if device.type == "cpu":
-        print("no GPU is needed to compile a kernel and look at it: python -m cute_attn inspect --help")
+        print(f"no GPU is needed to compile a kernel and look at it: {sys.executable} -m cute_attn inspect --help")
     return 1 if wrong else 0
 
 
@@ -123,7 +128,7 @@ def run(case: Case, length: int, device: torch.device) -> Row:
         torch_error=torch_error,
         exact=error <= ALLOWED_RATIO * torch_error + ulps,  # false for NaN
         milliseconds=milliseconds,
-        tflops=_flops(case, length) / milliseconds * 1e-9,
+        tflops=_flops(case, length) / milliseconds * 1e-9 if device.type == "cuda" else None,
         flash_milliseconds=_median_milliseconds(flash, device) if flash else None,
     )
 
@@ -192,8 +197,9 @@ def _milliseconds(call: Callable[[], object], device: torch.device) -> float:
 
 def table(rows: list[Row]) -> str:
     """The rows as aligned text."""
-    header = ("", "max error", "torch alone", "", "ms", "TFLOP/s", "FA2 ms", "speed-up")
-    cells = [header, *(_cells(row) for row in rows)]
+    cells = [HEADER, *(_cells(row) for row in rows)]
+    if all(row.tflops is None for row in rows):
+        cells = [line[: HEADER.index(SPEED)] for line in cells]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = [
         "  ".join([line[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(line[1:], widths[1:], strict=True))]).rstrip()
@@ -210,7 +216,7 @@ def _cells(row: Row) -> tuple[str, ...]:
         f"{row.torch_error:.1e}",
         "ok" if row.exact else "WRONG",
         f"{row.milliseconds:.3f}",
-        f"{row.tflops:.3g}",
+        "-" if row.tflops is None else f"{row.tflops:.3g}",
         *(("-", "-") if row.flash_milliseconds is None else (f"{flash:.3f}", f"{flash / row.milliseconds:.2f}x")),
     )
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from cute_attn.call import Call
 from cute_attn.checks import check_no_gradient
@@ -32,6 +33,10 @@ def attend(
         options: the fields of ``Options``.
         out: where the result goes; None allocates it.
     """
+    if q.requires_grad or k.requires_grad or v.requires_grad:
+        check_no_gradient(q=q, k=k, v=v)
+    if out is not None and out.requires_grad:
+        check_no_gradient(out=out)
     window_right, window_left, scale, layout, config, cu_seqlens_q, cu_seqlens_k = options
     signature: tuple[Any, ...] = (
         q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype,
@@ -43,16 +48,13 @@ def attend(
     if plan is None:
         plan = _add_plan(signature, Call(q, k, v, Options(*options), out, return_lse))
 
-    if q.requires_grad or k.requires_grad or v.requires_grad:
-        check_no_gradient(q=q, k=k, v=v)
     if (q.data_ptr() | k.data_ptr() | v.data_ptr()) % ALIGNMENT:
         check_addresses(q=q, k=k, v=v)
     if out is not None:
-        if out.requires_grad:
-            check_no_gradient(out=out)
         if out.data_ptr() % ALIGNMENT:
             check_addresses(out=out)
         check_apart(out, q=q, k=k, v=v)
+        increment_version(out)  # autograd must notice that out is overwritten
     elif plan.out_like_q:
         out = torch.empty_like(q)
     else:
@@ -61,7 +63,7 @@ def attend(
 
     kernel = plan.kernel
     if kernel is None:
-        _fill_unseen(out, lse)
+        _fill_unseen(out, lse, cu_seqlens_q)
     elif plan.one_device or torch.cuda.current_device() == q.get_device():
         _launch(kernel, plan, (q, k, v, out), (lse, cu_seqlens_q, cu_seqlens_k))
     else:
@@ -82,11 +84,18 @@ def _add_plan(signature: tuple[Any, ...], call: Call) -> Plan:
     return plan
 
 
-def _fill_unseen(out: Tensor, lse: Tensor | None) -> None:
-    """The result where no query sees a key."""
-    out.zero_()
+def _fill_unseen(out: Tensor, lse: Tensor | None, cu_seqlens_q: Tensor | None) -> None:
+    """The result where no query sees a key. Rows of no sequence stay as they are, as a kernel leaves them."""
+    if cu_seqlens_q is None:
+        out.zero_()
+        if lse is not None:
+            lse.fill_(-math.inf)
+        return
+    # A mask, because the number of rows that sequences own is known on the device only.
+    owned = torch.arange(out.shape[0], device=out.device) < cu_seqlens_q[-1:]
+    out.masked_fill_(owned[:, None, None], 0.0)
     if lse is not None:
-        lse.fill_(-math.inf)
+        lse.masked_fill_(owned, -math.inf)
 
 
 def _launch(kernel: Kernel, plan: Plan, rows: tuple[Tensor, ...], others: tuple[Tensor | None, ...]) -> None:

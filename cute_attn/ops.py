@@ -5,7 +5,7 @@
 
 ``Options`` lists the options, and ``cute_attn.attention`` says what the ops compute. CUDA tensors go to the compiled
 kernel, CPU tensors to the reference, fake tensors get results without values, and under autocast q, k and v are cast as
-torch's own attention casts them. There is no backward: an input that requires a gradient is refused.
+torch's own attention casts them. There is no derivative: an input that requires a gradient or has a tangent is refused.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from cute_attn import launch, reference
 from cute_attn.call import Sizes
-from cute_attn.checks import check_inputs, check_out
+from cute_attn.checks import check_inputs, check_no_gradient, check_out, in_forward_mode
 from cute_attn.configs import parse_config
 from cute_attn.memory import check_addresses, check_apart, check_limits, check_own_memory, kernel_strides
 from cute_attn.options import OPTIONS_SCHEMA, Options
@@ -29,6 +29,9 @@ SCHEMAS = {
     "prefill_out": f"(Tensor q, Tensor k, Tensor v, Tensor(a!) out, {OPTIONS_SCHEMA}) -> ()",
     "prefill_out_lse": f"(Tensor q, Tensor k, Tensor v, Tensor(a!) out, {OPTIONS_SCHEMA}) -> Tensor",
 }
+
+AUTOCAST_DTYPES = (torch.float16, torch.bfloat16, torch.float32)  # what autocast casts
+DIFFERENTIABLE = ("q", "k", "v", "out")
 
 
 def attend(
@@ -65,6 +68,7 @@ def _intercepted() -> bool:
         or torch._C._len_torch_function_stack() > 0
         or torch._C._functorch.peek_interpreter_stack() is not None
         or torch._C._get_tracing_state() is not None
+        or in_forward_mode()
         or torch._C._is_any_autocast_enabled()
         or torch._C._autograd._profiler_enabled()
     )
@@ -151,12 +155,24 @@ def _results(
 
 
 def _under_autocast(op: Callable[..., Any], device_type: str) -> Callable[..., Any]:
-    """The op on q, k and v cast to autocast's dtype."""
+    """The op on q, k and v cast to autocast's dtype, where torch's own attention would be."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Any:
         dtype = torch.get_autocast_dtype(device_type)
         with torch.autocast(device_type, enabled=False):
-            return op(q.to(dtype), k.to(dtype), v.to(dtype), *rest)
+            return op(*(x.to(dtype) if x.dtype in AUTOCAST_DTYPES else x for x in (q, k, v)), *rest)
+
+    return attend
+
+
+def _under_autograd(op: torch._ops.OpOverload) -> Callable[..., Any]:
+    """The op with a check that nothing is differentiated, which torch would otherwise take for a derivative of 0."""
+
+    def attend(keyset: torch._C.DispatchKeySet, *arguments: Any) -> Any:
+        tensors = zip(op._schema.arguments, arguments, strict=False)  # trailing defaults are left out
+        check_no_gradient(**{argument.name: x for argument, x in tensors if argument.name in DIFFERENTIABLE})
+        with torch._C._AutoDispatchBelowAutograd():
+            return op.redispatch(keyset & torch._C._after_autograd_keyset, *arguments)
 
     return attend
 
@@ -171,6 +187,7 @@ def _register() -> torch.library.Library:
         for key, implementation in implementations.items():
             library.impl(name, getattr(implementation, name), key)
             library.impl(name, _under_autocast(op, key.lower()), f"Autocast{key}")
+        library.impl(name, _under_autograd(op), "Autograd", with_keyset=True)
         torch.library.register_fake(f"cute_attn::{name}", getattr(fake, name), lib=library)
     return library
 

@@ -94,7 +94,7 @@ def make_plan(call: Call) -> Plan:
         scalars=(
             scale_log2,
             min(options.window_left, sizes.k_len),
-            min(options.window_right, sizes.q_len),
+            min(options.window_right, max(sizes.q_len - 1, 0)),
             int(options.layout == "bhsd"),
         ),
         one_device=torch.cuda.device_count() <= 1,

@@ -83,6 +83,9 @@ def attention(
         1 / math.sqrt(q.shape[-1]) if scale is None else scale,
         *window_widths(causal, window),
     )
+    if not isinstance(precision, (Precision, type(None))):
+        allowed = "None, or a Precision such as cute_attn.reference.FLOAT32 or FLOAT64"
+        raise argument_error("precision", "it", repr(precision), allowed)
     if precision is None:
         precision = Precision(torch.float64) if q.dtype == torch.float64 else FLOAT32
     if cu_seqlens_q is not None or cu_seqlens_k is not None:

@@ -166,6 +166,21 @@ def test_autocast_casts_the_inputs() -> None:
     torch.testing.assert_close((out, lse), expected, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.bool, torch.float64, torch.float8_e4m3fn])
+def test_autocast_leaves_other_dtypes(dtype: torch.dtype) -> None:
+    arguments = {name: x.to(dtype) for name, x in dense().items()}
+    with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(ValueError, match=f"q: dtype is {dtype}; allowed"):
+        cute_attn.attention(**arguments)
+
+
+@pytest.mark.parametrize("argument", ["q", "k", "v"])
+def test_meta_and_cpu_tensors_do_not_mix(argument: str) -> None:
+    arguments = dense()
+    arguments[argument] = arguments[argument].to("meta")
+    with pytest.raises(ValueError, match=r"device is (meta|cpu); allowed: (meta|cpu), that of q"):
+        cute_attn.attention(**arguments)
+
+
 def test_deterministic_mode() -> None:
     expected = cute_attn.attention(**dense())
     torch.use_deterministic_algorithms(True)
@@ -271,7 +286,7 @@ WRONG: dict[str, Wrong] = {
     "scale bool": (change(dense, scale=True), "scale: its type is bool; allowed: None, or a finite float"),
     "layout": (change(dense, layout="sbhd"), "layout: it is 'sbhd'; allowed: 'bhsd' or 'bshd'"),
     "layout None": (change(packed, layout=None), "layout: it is None; allowed: 'bhsd' or 'bshd'"),
-    "config name": (change(dense, config="fast"), "config 'fast' is not known; allowed: seed_64x64_1stage, "),
+    "config name": (change(dense, config="fast"), "config: it is 'fast'; allowed: seed_64x64_1stage, "),
     "config type": (change(dense, config=3), "config: its type is int; allowed: None, a PrefillConfig, or a config's"),
     # Out.
     "out shape": (change(dense, out=lambda _: normal(2, 4, 5, 16)), "out: shape is (2, 4, 5, 16); allowed: (2, 4, 5, "),

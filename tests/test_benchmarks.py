@@ -153,6 +153,16 @@ def test_swept_configs_fit(head_dim: int, capability: int) -> None:
         config.check_fits(arch, head_dim, head_dim)
 
 
+def test_picture_without_figures(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        _run(monkeypatch, "picture", "--json", str(tmp_path / "none.json"))
+    assert exit_.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "none.json" in line
+
+
 def test_unknown_peer_is_refused() -> None:
     with pytest.raises(ValueError, match="FA2"):
         select(["FA5"])

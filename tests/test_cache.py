@@ -103,6 +103,24 @@ def test_cache_dir_is_absolute(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cache.cache_dir() == Path.cwd() / "here"
 
 
+def test_cache_dir_of_nobody_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUTE_ATTN_CACHE_DIR", "~nosuch/x")
+    with pytest.raises(ValueError, match=r"CUTE_ATTN_CACHE_DIR: it is '~nosuch/x'; allowed"):
+        cache.cache_dir()
+
+
+def test_no_home_folder_is_an_unwritable_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_home(*_: object) -> str:
+        raise RuntimeError("no home")
+
+    monkeypatch.delenv("CUTE_ATTN_CACHE_DIR", raising=False)
+    monkeypatch.setattr("platformdirs.user_cache_dir", no_home)
+    monkeypatch.setattr(cache, "_warned_of_folder", False)
+    with pytest.warns(UserWarning, match="CUTE_ATTN_CACHE_DIR chooses another folder"):
+        assert not cache.is_writable()
+    assert not cache.contains(spec())
+
+
 def test_cache_dir_is_the_users_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUTE_ATTN_CACHE_DIR", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", "/xdg")

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from cute_attn import __version__
 from cute_attn.__main__ import main
 from cute_attn.compiler import cache, inspect, keys
 from cute_attn.compiler.inspect import KernelReport
@@ -93,7 +94,9 @@ def test_build_needs_a_folder_that_can_be_written(
 ) -> None:
     (tmp_path / "file").write_text("not a folder")
     monkeypatch.setenv("CUTE_ATTN_CACHE_DIR", str(tmp_path / "file" / "cache"))
-    assert "Not a directory" in _error(capsys, "build", "--arch", "sm_80")
+    message = f"cannot write the cache {tmp_path}/file/cache (Not a directory): set CUTE_ATTN_CACHE_DIR"
+    for command in (["build", "--arch", "sm_80"], ["cache"], ["cache", "--clear"]):
+        assert message in _error(capsys, *command)
 
 
 # cache
@@ -204,7 +207,8 @@ def test_inspect_takes_every_option(inspected: list[KernelSpec], capsys: Capture
         ("--head-dim 264 --arch sm_80", "--head-dim must be a multiple of 8 up to 256, got 264"),
         ("--head-dim 64 --head-dim-v 9 --arch sm_80", "--head-dim-v must be a multiple of 8 up to 256, got 9"),
         ("--head-dim 64 --arch sm_75", "arch 'sm_75' is not supported"),
-        ("--head-dim 64 --arch sm_80 --config huge", "config 'huge' is not known"),
+        ("--head-dim 64 --arch sm_80 --config huge", "config: it is 'huge'; allowed: seed_64x64_1stage"),
+        ("--head-dim 256 --arch sm_86 --config seed_128x128_2stage", "bytes; allowed: 101376 bytes on sm_86"),
     ],
 )
 def test_inspect_says_what_is_wrong(options: str, message: str, capsys: Capture) -> None:
@@ -215,7 +219,7 @@ def test_inspect_says_which_tool_is_missing(capsys: Capture, monkeypatch: pytest
     monkeypatch.setattr(inspect, "TOOL_PACKAGES", {"nvdisasm": "no-such-package"})
     monkeypatch.setenv("PATH", "")
     error = _error(capsys, "inspect", "prefill", "--head-dim", "64", "--arch", "sm_80")
-    assert "nvdisasm is not installed: pip install no-such-package" in error
+    assert "nvdisasm is not installed: pip install 'cute-attn[inspect]'" in error
 
 
 # The program
@@ -237,6 +241,12 @@ def test_runs_as_a_module(fake_compiler: FakeCompiler) -> None:
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert (result.returncode, result.stderr) == (0, "")
     assert result.stdout.startswith("0 kernels")
+
+
+def test_version(capsys: Capture) -> None:
+    with pytest.raises(SystemExit):
+        main(["--version"])
+    assert capsys.readouterr().out == f"cute_attn {__version__}\n"
 
 
 def test_no_command_is_an_error(capsys: Capture) -> None:

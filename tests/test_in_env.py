@@ -15,7 +15,7 @@ from tools import in_env
 def commands(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[list[str]]:
     """What would be run to fill a new environment; nothing is."""
     recorded: list[list[str]] = []
-    monkeypatch.setattr(in_env, "run", recorded.append)
+    monkeypatch.setattr(in_env, "run", lambda command, quiet=False: recorded.append(command))
     monkeypatch.setattr(in_env, "VENV_PYTHON", tmp_path / "bin" / "python")
     nothing_installed: subprocess.CompletedProcess[bytes] = subprocess.CompletedProcess([], returncode=1)
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: nothing_installed)
@@ -67,7 +67,8 @@ def test_with_a_gpu_an_installed_torch_is_used(commands: list[list[str]], monkey
 def test_cpu_build_from_pytorch_where_the_index_has_none(
     commands: list[list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def run(command: list[str]) -> None:
+    def run(command: list[str], quiet: bool = False) -> None:
+        assert quiet == ("--index-url" not in command)
         commands.append(command)
         if "--index-url" not in command:
             raise subprocess.CalledProcessError(1, command)

@@ -105,7 +105,7 @@ def test_a_missing_tool_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(importlib.metadata, "files", missing)
     monkeypatch.setenv("PATH", "")
-    with pytest.raises(ToolMissingError, match="nvdisasm is not installed: pip install nvidia-cuda-nvdisasm"):
+    with pytest.raises(ToolMissingError, match=r"nvdisasm is not installed: pip install 'cute-attn\[inspect\]'"):
         find_tool("nvdisasm")
 
 

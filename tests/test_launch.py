@@ -342,7 +342,20 @@ def test_nothing_to_see_launches_nothing(machine: Machine, shape: tuple[int, ...
 
 def test_no_packed_sequences_launch_nothing(machine: Machine) -> None:
     arguments = packed(4) | {name: torch.zeros(1, dtype=torch.int32) for name in ("cu_seqlens_q", "cu_seqlens_k")}
-    assert (cute_attn.attention(**arguments) == 0).all()
+    out = normal(4, 4, 24)
+    before = out.clone()
+    cute_attn.attention(**arguments, out=out)
+    assert torch.equal(out, before)
+    assert not machine.kernels
+
+
+def test_packed_sequences_without_keys_write_only_their_rows(machine: Machine) -> None:
+    q, k, out = normal(5, 4, 16), normal(0, 2, 16), torch.full((5, 4, 16), math.nan, dtype=torch.float16)
+    bounds = (torch.tensor([0, 1, 3], dtype=torch.int32), torch.zeros(3, dtype=torch.int32))
+    _, lse = cute_attn.attention(q, k, k, cu_seqlens_q=bounds[0], cu_seqlens_k=bounds[1], out=out, return_lse=True)
+    assert (out[:3] == 0).all()
+    assert out[3:].isnan().all()
+    assert (lse[:, :3] == -math.inf).all()
     assert not machine.kernels
 
 
@@ -374,9 +387,9 @@ def test_unsupported_device(machine: Machine) -> None:
 def test_config_that_does_not_fit(machine: Machine) -> None:
     machine.capability = (8, 6)
     x = normal(1, 1, 4, 256)
-    with pytest.raises(ValueError, match=r"config 128x128.* needs \d+ bytes of shared memory at head_dim 256"):
+    with pytest.raises(ValueError, match=r"config: 128x128.* shared memory at head_dim 256 .* is \d+ bytes"):
         cute_attn.attention(x, x, x, config=cute_attn.PrefillConfig(128, 128))
-    with pytest.raises(ValueError, match="config 'fast' is not known"):
+    with pytest.raises(ValueError, match="config: it is 'fast'; allowed"):
         cute_attn.attention(x, x, x, config="fast")
     cute_attn.attention(x, x, x)
 
@@ -429,6 +442,13 @@ class TestWarmup:
         assert {(key.problem, key.device) for key, _ in self.run} == set(itertools.product(problems, range(3)))
 
     @pytest.mark.usefixtures("recorded")
+    @pytest.mark.parametrize("device", ["cuda:0", torch.device("cuda", 0), 0])
+    def test_one_device(self, machine: Machine, device: torch.device | str | int) -> None:
+        machine.current_device = 3
+        cute_attn.warmup(64, devices=device)
+        assert {device.index for _, device in self.run} == {0}
+
+    @pytest.mark.usefixtures("recorded")
     def test_current_device(self, machine: Machine) -> None:
         machine.current_device = 3
         cute_attn.warmup(64)
@@ -457,11 +477,17 @@ class TestWarmup:
             ),
             ({"head_dim": 64, "causal": 2}, "causal: it is 2; allowed: True or False"),
             ({"head_dim": 64, "window": 5}, "window: it is 5; allowed: None or"),
-            ({"head_dim": 64, "config": "fast"}, "config 'fast' is not known"),
+            ({"head_dim": 64, "config": "fast"}, "config: it is 'fast'; allowed"),
+            ({"head_dim": 64, "varlen": "yes"}, "varlen: it is 'yes'; allowed: True or False"),
             ({"head_dim": 64, "devices": ["cpu"]}, "devices: one of them is 'cpu'; allowed: CUDA devices"),
+            ({"head_dim": 64, "devices": ["gpu"]}, "devices: one of them is 'gpu'; allowed: CUDA devices"),
         ],
     )
-    def test_wrong_arguments_are_named(self, arguments: dict[str, Any], message: str) -> None:
+    @pytest.mark.parametrize("gpu", [True, False])
+    def test_wrong_arguments_are_named(
+        self, arguments: dict[str, Any], message: str, gpu: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
         with pytest.raises(ValueError) as caught:  # noqa: PT011
             cute_attn.warmup(**arguments)
         assert message in str(caught.value)

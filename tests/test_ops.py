@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -207,6 +208,40 @@ def test_vmap() -> None:
     q, k, v = (torch.stack([x, x + 1]) for x in dense())
     expected = torch.stack([cute_attn.attention(*tensors) for tensors in zip(q, k, v, strict=True)])
     assert torch.equal(torch.vmap(cute_attn.attention)(q, k, v), expected)
+
+
+def total(q: Tensor) -> Tensor:
+    return cute_attn.attention(q, *DENSE[0][1:]).float().sum()
+
+
+TANGENT = r"q: its tangent is a tensor; allowed: None, as attention has no forward-mode derivative"
+GRADIENT = r"q: requires_grad is True; allowed: False, as attention has no backward"
+DERIVATIVES: dict[str, tuple[Callable[[Tensor], Any], str]] = {
+    "grad": (torch.func.grad(total), GRADIENT),
+    "vjp": (lambda q: torch.func.vjp(total, q), GRADIENT),
+    "vmap of grad": (lambda q: torch.vmap(torch.func.grad(total))(q[None]), GRADIENT),
+    "jvp": (lambda q: torch.func.jvp(total, (q,), (q,)), TANGENT),
+    "jacfwd": (torch.func.jacfwd(total), TANGENT),
+}
+
+
+@pytest.mark.parametrize("derivative", DERIVATIVES)
+def test_derivatives_are_refused(derivative: str) -> None:
+    differentiate, message = DERIVATIVES[derivative]
+    with pytest.raises(ValueError, match=message):
+        differentiate(DENSE[0][0])
+
+
+def test_tangents_are_refused() -> None:
+    q, k, v = dense()
+    with forward_ad.dual_level():
+        assert ops._intercepted()
+        dual = forward_ad.make_dual(q, q)
+        for context in (torch.enable_grad, torch.no_grad):
+            with context(), pytest.raises(ValueError, match=TANGENT):
+                cute_attn.attention(dual, k, v)
+        assert torch.equal(cute_attn.attention(dual.detach(), k, v), cute_attn.attention(q, k, v))
+    assert not ops._intercepted()
 
 
 class OpNames(TorchDispatchMode):

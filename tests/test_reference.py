@@ -192,6 +192,12 @@ def test_long_queries_are_computed_in_blocks(monkeypatch: pytest.MonkeyPatch) ->
     torch.testing.assert_close(reference.attention(q, k, v, window=(3, 2), return_lse=True), whole)
 
 
+def test_precision_is_no_dtype() -> None:
+    q = torch.zeros(1, 1, 1, 8)
+    with pytest.raises(ValueError, match=r"precision: it is torch\.float64; allowed: None, or a Precision"):
+        reference.attention(q, q, q, precision=torch.float64)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("dtype", "precision", "out_dtype", "lse_dtype"),
     [

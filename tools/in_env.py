@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
-import importlib.util
 import os
 import shutil
 import subprocess
@@ -81,15 +80,30 @@ def requirements(extra: str | None) -> list[str]:
 def prepared_venv(extra: str | None) -> Path:
     """The interpreter of `.venv`, made and filled as needed."""
     if not VENV_PYTHON.exists():
-        reuse_torch = has_gpu() and importlib.util.find_spec("torch") is not None
+        reuse_torch = has_gpu() and is_installed("torch")
         options = ["--system-site-packages"] if reuse_torch else []
         run([sys.executable, "-m", "venv", *options, str(VENV)])
     check = [str(VENV_PYTHON), __file__, *(["--extra", extra] if extra else []), "--check"]
     if subprocess.run(check, capture_output=True).returncode != 0:
+        announce_install()
         if not has_gpu():
             install_cpu_torch()
         pip_install("--editable", f"{ROOT}[{extra}]" if extra else str(ROOT))
     return VENV_PYTHON
+
+
+def announce_install() -> None:
+    size = "several GB, unless torch for CUDA is there" if has_gpu() else "about 1 GB, with a CPU build of torch"
+    print(f"installing into {VENV}, once: {size}; this takes minutes", file=sys.stderr, flush=True)
+
+
+def is_installed(package: str) -> bool:
+    """Whether an install ended: one that was interrupted leaves modules that can be found, but no metadata."""
+    try:
+        importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
 
 
 def has_gpu() -> bool:
@@ -99,22 +113,23 @@ def has_gpu() -> bool:
 
 def install_cpu_torch() -> None:
     """From the configured package index or, where that has no CPU build, from PyTorch's own."""
-    probe = "import importlib.util, sys; sys.exit(importlib.util.find_spec('torch') is None)"
-    if subprocess.run([str(VENV_PYTHON), "-c", probe]).returncode == 0:
+    probe = "import importlib.metadata; importlib.metadata.version('torch')"
+    if subprocess.run([str(VENV_PYTHON), "-c", probe], capture_output=True).returncode == 0:
         return
     try:
-        pip_install(CPU_TORCH)
+        pip_install(CPU_TORCH, quiet=True)
     except subprocess.CalledProcessError:
         pip_install(CPU_TORCH, "--index-url", CPU_TORCH_INDEX)
 
 
-def pip_install(*arguments: str) -> None:
-    run([str(VENV_PYTHON), "-m", "pip", "install", "--quiet", *arguments])
+def pip_install(*arguments: str, quiet: bool = False) -> None:
+    run([str(VENV_PYTHON), "-m", "pip", "install", "--quiet", *arguments], quiet)
 
 
-def run(command: list[str]) -> None:
+def run(command: list[str], quiet: bool = False) -> None:
+    """Runs a command, and says so; a quiet one may fail, and what it prints would only alarm."""
     print("+", *command, file=sys.stderr, flush=True)
-    subprocess.run(command, check=True)
+    subprocess.run(command, check=True, capture_output=quiet)
 
 
 if __name__ == "__main__":

@@ -17,9 +17,12 @@ from typing import Any
 from cute_attn.compiler import keys
 from cute_attn.compiler.compiling import KernelCompileError, compile_spec
 from cute_attn.compiler.store import Store
+from cute_attn.errors import argument_error
 from cute_attn.problem import KernelSpec
 
 Kernel = Callable[..., Any]
+
+NO_FOLDER = Path(os.devnull) / "cute_attn"  # nothing can be found in it or written to it
 
 _LOCK = threading.RLock()
 _kernels: dict[KernelSpec, Kernel] = {}
@@ -28,13 +31,29 @@ _warned_of_folder = False
 
 
 def cache_dir() -> Path:
-    """The folder that holds compiled kernels; it need not exist yet."""
+    """The folder that holds compiled kernels; it need not exist yet, and cannot where the user has no home folder.
+
+    Raises:
+        ValueError: CUTE_ATTN_CACHE_DIR starts with the home folder of a user who has none.
+    """
     chosen = os.environ.get("CUTE_ATTN_CACHE_DIR")
     if chosen:
-        return Path(chosen).expanduser().absolute()
+        try:
+            return Path(chosen).expanduser().absolute()
+        except RuntimeError:
+            allowed = "a path, in which ~ or ~user has a home folder"
+            raise argument_error("CUTE_ATTN_CACHE_DIR", "it", repr(chosen), allowed) from None
     import platformdirs
 
-    return Path(platformdirs.user_cache_dir("cute_attn"))
+    try:
+        return Path(platformdirs.user_cache_dir("cute_attn")).expanduser()
+    except RuntimeError:  # no home folder
+        return NO_FOLDER
+
+
+def unwritable(error: OSError) -> str:
+    """What to tell a user whose cache folder cannot be used."""
+    return f"cannot write the cache {cache_dir()} ({error.strerror or error}): set CUTE_ATTN_CACHE_DIR"
 
 
 def current_store() -> Store:

@@ -200,7 +200,9 @@ def find_tool(name: str) -> str:
             return str(file.locate())
     on_path = shutil.which(name)
     if on_path is None:
-        raise ToolMissingError(f"{name} is not installed: pip install {package}, or put a CUDA toolkit on PATH")
+        raise ToolMissingError(
+            f"{name} is not installed: pip install 'cute-attn[inspect]', or put a CUDA toolkit on PATH"
+        )
     return on_path
 
 

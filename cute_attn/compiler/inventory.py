@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import time
 from collections.abc import Sequence
@@ -39,7 +40,15 @@ class CachedKernel:
 
 
 def cached_kernels() -> list[CachedKernel]:
-    """The kernels on disk, newest first."""
+    """The kernels on disk, newest first.
+
+    Raises:
+        OSError: the folder is none, or cannot be read.
+    """
+    try:
+        os.listdir(cache_dir())  # glob would take a folder that cannot be read for an empty one
+    except FileNotFoundError:
+        return []
     now, current = time.time(), current_store().root
     kernels = []
     for path in cache_dir().glob("*/*.o"):

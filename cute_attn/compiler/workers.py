@@ -133,7 +133,7 @@ def build_here(spec: KernelSpec) -> Outcome:
     except KernelCompileError as error:
         outcome = Outcome(spec, "failed", 0.0, error.reason)
     except OSError as error:
-        outcome = Outcome(spec, "not stored", 0.0, f"cannot write to {cache.cache_dir()}: {error}")
+        outcome = Outcome(spec, "not stored", 0.0, cache.unwritable(error))
     return replace(outcome, seconds=time.perf_counter() - start)
 
 

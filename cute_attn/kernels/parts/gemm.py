@@ -22,7 +22,7 @@ class Operand:
     Attributes:
         copy: tiled ldmatrix copy.
         fragments: registers for one tile (fragment, rows, contraction / 16).
-        source: shared memory as ldmatrix reads it (fragment, rows, contraction / 16, stage).
+        source: shared memory as ldmatrix reads it (fragment, rows, contraction / 16, slot).
         target: ``fragments`` as ldmatrix writes them.
     """
 
@@ -33,7 +33,7 @@ class Operand:
 
     @staticmethod
     def of(copy: cute.TiledCopy, thread: Int32, tiles: cute.Tensor, fragments: cute.Tensor) -> Operand:
-        """The operand in ``tiles`` (rows, contraction, stages) of shared memory."""
+        """The operand in ``tiles`` (rows, contraction, slots) of shared memory."""
         mine = copy.get_slice(thread)
         return Operand(copy, fragments, mine.partition_S(tiles), mine.retile(fragments))
 
@@ -42,21 +42,21 @@ class Operand:
         """Steps of 16 along the contraction."""
         return cute.size(self.fragments, mode=[2])
 
-    def fetch(self, step: int, stage: Int32) -> None:
+    def fetch(self, step: int, slot: Int32) -> None:
         """ldmatrix of one step of the contraction."""
-        cute.copy(self.copy, self.source[None, None, step, stage], self.target[None, None, step])
+        cute.copy(self.copy, self.source[None, None, step, slot], self.target[None, None, step])
 
 
-def gemm_scores(mma: cute.TiledMma, scores: cute.Tensor, q: Operand, k: Operand, stage: Int32, q_in_regs: bool) -> None:
+def gemm_scores(mma: cute.TiledMma, scores: cute.Tensor, q: Operand, k: Operand, slot: Int32, q_in_regs: bool) -> None:
     """gemm0: scores += Q K^T over one tile of keys."""
     for step in range(k.steps):
         if not q_in_regs:
             q.fetch(step, 0)
-        k.fetch(step, stage)
+        k.fetch(step, slot)
         cute.gemm(mma, scores, q.fragments[None, None, step], k.fragments[None, None, step], scores)
 
 
-def gemm_output(mma: cute.TiledMma, out: cute.Tensor, scores: cute.Tensor, v: Operand, stage: Int32,
+def gemm_output(mma: cute.TiledMma, out: cute.Tensor, scores: cute.Tensor, v: Operand, slot: Int32,
                 softmax: OnlineSoftmax) -> None:  # fmt: skip
     """gemm1: out += P V over one tile of keys, where P is the softmax of ``scores``.
 
@@ -67,7 +67,7 @@ def gemm_output(mma: cute.TiledMma, out: cute.Tensor, scores: cute.Tensor, v: Op
     p_rows = cute.make_tensor(p.iterator, rows_and_columns(p.layout))
     score_rows = cute.make_tensor(scores.iterator, rows_and_columns(scores.layout))
     for step in range(v.steps):
-        v.fetch(step, stage)
+        v.fetch(step, slot)
         softmax.weigh(score_rows, p_rows, step)
         cute.gemm(mma, out, p_operand[None, None, step], v.fragments[None, None, step], out)
         softmax.add(p_operand[None, None, step])

@@ -23,7 +23,7 @@ class TileLoader:
         head_dim: valid columns (static).
         shape: rows and columns of a tile (static).
         source: this thread's chunks in global memory (chunk, rows, columns, tile).
-        target: the same in shared memory (chunk, rows, columns, stage).
+        target: the same in shared memory (chunk, rows, columns, slot).
         coordinates: (row, column) in the tile of each (chunk, rows, columns).
     """
 
@@ -37,7 +37,7 @@ class TileLoader:
 
     @staticmethod
     def of(copy: cute.TiledCopy, thread: Int32, matrix: cute.Tensor, length: Int32, tiles: cute.Tensor) -> TileLoader:
-        """The loader of a matrix (length, head_dim) into tiles (rows, columns, stages)."""
+        """The loader of a matrix (length, head_dim) into tiles (rows, columns, slots)."""
         shape = (cute.size(tiles, mode=[0]), cute.size(tiles, mode=[1]))
         mine = copy.get_slice(thread)
         return TileLoader(
@@ -48,30 +48,30 @@ class TileLoader:
         )  # fmt: skip
 
     @cute.jit
-    def load(self, tile: Int32, stage: Int32) -> None:
+    def load(self, tile: Int32, slot: Int32) -> None:
         """Starts the copy of a tile that lies wholly inside the matrix; the caller commits the group."""
         for m in range_constexpr(cute.size(self.target, mode=[1])):
             for k in range_constexpr(cute.size(self.target, mode=[2])):
-                self._chunk(m, k, tile, stage)
+                self._chunk(m, k, tile, slot)
 
     @cute.jit
-    def load_edge(self, tile: Int32, stage: Int32) -> None:
+    def load_edge(self, tile: Int32, slot: Int32) -> None:
         """The same for a tile that may overhang the matrix: rows beyond the length are set to zero."""
         rows_left = self.length - tile * self.shape[0]
         for m in range_constexpr(cute.size(self.target, mode=[1])):
             if self.coordinates[0, m, 0][0] < rows_left:
                 for k in range_constexpr(cute.size(self.target, mode=[2])):
-                    self._chunk(m, k, tile, stage)
+                    self._chunk(m, k, tile, slot)
             else:
-                self.target[None, m, None, stage].fill(0)
+                self.target[None, m, None, slot].fill(0)
 
     @cute.jit
-    def _chunk(self, m: int, k: int, tile: Int32, stage: Int32) -> None:
+    def _chunk(self, m: int, k: int, tile: Int32, slot: Int32) -> None:
         step = self.shape[1] // cute.size(self.target, mode=[2])
         if const_expr((k + 1) * step <= self.head_dim):
-            cute.copy(self.copy, self.source[None, m, k, tile], self.target[None, m, k, stage])
+            cute.copy(self.copy, self.source[None, m, k, tile], self.target[None, m, k, slot])
         else:
             if self.coordinates[0, 0, k][1] < self.head_dim:
-                cute.copy(self.copy, self.source[None, m, k, tile], self.target[None, m, k, stage])
+                cute.copy(self.copy, self.source[None, m, k, tile], self.target[None, m, k, slot])
             else:
-                self.target[None, m, k, stage].fill(0)
+                self.target[None, m, k, slot].fill(0)

@@ -25,11 +25,12 @@ from cute_attn.kernels.parts.tiles import CHUNK, PrefillTiles, rows_and_columns
 
 @dataclass(frozen=True)
 class OutputAccumulator:
-    """One thread's part of O, unnormalised, between tiles of keys.
+    """One thread's part of O between tiles of keys.
 
     Attributes:
-        accumulators: fp32, what gemm1 adds to.
+        accumulators: fp32, what P V is added to; unnormalised.
         stored: None, or O rounded to 16 bits after every tile; the accumulators then hold one tile's P V alone.
+            It is stored normalised, since sums over many keys would leave the range of fp16.
         dtype: of the output.
     """
 
@@ -48,28 +49,40 @@ class OutputAccumulator:
         return OutputAccumulator(accumulators, stored, dtype)
 
     def shrink(self, factors: cute.Tensor) -> None:
-        """Multiplies what was summed so far by factors (rows,)."""
-        if self.stored is not None:
-            self.accumulators.store(self.stored.load().to(Float32))
-        scale_rows(self.accumulators, factors)
-        if self.stored is not None:
-            self.stored.store(self.accumulators.load().to(self.dtype))
-            self.accumulators.fill(0.0)
+        """Multiplies what was summed so far by factors (rows,); what is normalised stays."""
+        if self.stored is None:
+            scale_rows(self.accumulators, factors)
 
-    def settle(self) -> None:
-        """After a tile: adds it to what is stored in 16 bits, where that is asked for."""
+    def settle(self, sums: cute.Tensor, new_sums: cute.Tensor) -> None:
+        """After a tile: adds it to what is stored in 16 bits, where that is asked for.
+
+        ``sums`` and ``new_sums`` (rows,) are the row sums before and after the tile.
+        """
         if self.stored is not None:
-            self.stored.store((self.stored.load().to(Float32) + self.accumulators.load()).to(self.dtype))
+            widened = cute.make_rmem_tensor_like(self.accumulators)
+            widened.store(self.stored.load().to(Float32))
+            scale_rows(widened, sums)
+            widened.store(widened.load() + self.accumulators.load())
+            for r in range(cute.size(new_sums)):
+                new_sums[r] = reciprocal_or_zero(new_sums[r])
+            scale_rows(widened, new_sums)
+            self.stored.store(widened.load().to(self.dtype))
             self.accumulators.fill(0.0)
 
     def rounded(self, factors: cute.Tensor) -> cute.Tensor:
-        """O times factors (rows,), in 16 bits."""
+        """O in 16 bits; ``factors`` (rows,) normalise it."""
         if self.stored is not None:
-            self.accumulators.store(self.stored.load().to(Float32))
+            return self.stored
         scale_rows(self.accumulators, factors)
         result = cute.make_rmem_tensor_like(self.accumulators, self.dtype)
         result.store(self.accumulators.load().to(self.dtype))
         return result
+
+
+@cute.jit
+def reciprocal_or_zero(row_sum: Float32) -> Float32:
+    """1 / row_sum; 0 for a row that has seen no key."""
+    return Float32(0.0) if row_sum == 0.0 else cute.arch.rcp_approx(row_sum)
 
 
 def scale_rows(accumulators: cute.Tensor, factors: cute.Tensor) -> None:

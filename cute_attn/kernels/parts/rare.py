@@ -15,6 +15,7 @@ def once_if(condition: Boolean) -> Int32:
     """1 or 0: how often to run the body of a loop that is rarely needed.
 
     An ``if`` around work on registers is turned into selects, which every tile would then pay for. A loop whose count
-    the compiler cannot see stays a branch.
+    the compiler cannot see stays a branch. Its index is 0 whenever the body runs, but the compiler does not know that
+    either: what the body computes from values to which the index was added is not moved out of the loop.
     """
     return fresh(condition.to(Int32))

@@ -45,8 +45,8 @@ def heads_per_group(heads: Int32, k_len: Int32, bytes_per_key: int) -> Int32:
     A small last group would leave its longest tiles to the end of the grid.
     """
     at_once = max(1, L2_BYTES // bytes_per_key // max(k_len, 1))
-    groups = (heads + at_once - 1) // at_once
-    return (heads + groups - 1) // max(groups, 1)
+    groups = (heads - 1) // at_once + 1
+    return (heads - 1) // groups + 1
 
 
 @cute.jit

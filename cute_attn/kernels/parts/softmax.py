@@ -5,13 +5,13 @@ For a row with scores x so far, with s = scale * log2(e):
 
     P = 2^(s x - s row_max)        row_sum = sum P        O = P V
 
-row_max need not be the maximum, only near it: it moves, and everything summed before is rescaled, when a score lies
-more than 2^SLACK above it. Most tiles then rescale nothing (the idea is FlashAttention-4's). P stays below 2^SLACK,
+row_max need not be the maximum, only near it: it moves, and everything summed before is rescaled, when s x exceeds
+s row_max by more than SLACK. Most tiles then rescale nothing (the idea is FlashAttention-4's). P is at most 2^SLACK,
 far from where 16 bits end.
 
 The row sums come from the tensor cores, as P times a column of ones. So they add up the very P, rounded to 16 bits,
-that multiplies V: the weights sum to one exactly, however large the scores. Log-sum-exps are made of sums of P before
-it is rounded, by those kernels that return them.
+that multiplies V: rounding P cannot make the weights sum to anything but one, however large the scores. Log-sum-exps
+are made of sums of P before it is rounded, by those kernels that return them.
 
 A row that has seen no key has row_max = -inf and row_sum = 0. No finite number stands for minus infinity.
 """
@@ -30,7 +30,7 @@ from cute_attn.kernels.parts.rare import once_if
 from cute_attn.kernels.parts.tiles import PrefillTiles, rows_and_columns
 
 LN2 = math.log(2.0)
-SLACK = 8.0  # log2
+SLACK = 8.0  # log2 of how far P may exceed 1
 QUAD = (1, 2)  # the four lanes that hold one row of accumulators are neighbours at these distances
 STEP = 4  # columns that a thread holds of each row in 16 keys
 
@@ -41,7 +41,6 @@ class OnlineSoftmax:
 
     Attributes:
         scale_log2: softmax scale times log2(e), positive.
-        slack: log2 of how far P may exceed 1 (static).
         row_max: (rows,) what the exponents are relative to, in unscaled scores.
         shift: (rows,) row_max scaled, 0 for rows that have seen no key.
         mma: multiplies P by the column of ones.
@@ -51,7 +50,6 @@ class OnlineSoftmax:
     """
 
     scale_log2: Float32
-    slack: float
     row_max: cute.Tensor
     shift: cute.Tensor
     mma: cute.TiledMma
@@ -71,12 +69,18 @@ class OnlineSoftmax:
         for zeros in (shift, exact_sums, sums):
             zeros.fill(0.0)
         ones.fill(1.0)
-        slack = SLACK if tiles.config.o_fp32 else 0.0  # O in fp16 has no room to spare
-        return OnlineSoftmax(scale_log2, slack, row_max, shift, mma, ones, sums, exact_sums if with_lse else None)
+        return OnlineSoftmax(scale_log2, row_max, shift, mma, ones, sums, exact_sums if with_lse else None)
 
     @property
     def rows(self) -> int:
         return cute.size(self.row_max)
+
+    def row_sums(self) -> cute.Tensor:
+        """A copy of the sums so far, (rows,)."""
+        row_sums = cute.make_rmem_tensor(self.rows, Float32)
+        for r in range(self.rows):
+            row_sums[r] = self.sum_rows[r, 0]
+        return row_sums
 
     @property
     def sum_rows(self) -> cute.Tensor:
@@ -96,7 +100,7 @@ class OnlineSoftmax:
             row_max = largest([seen[r], *(scores[r, c] for c in range(cute.size(scores, mode=[1])))])
             for lane in QUAD:
                 row_max = cute.arch.fmax(row_max, cute.arch.shuffle_sync_bfly(row_max, offset=lane))
-            moves = (row_max - seen[r]) * self.scale_log2 > self.slack
+            moves = (row_max - seen[r]) * self.scale_log2 > SLACK
             self.row_max[r] = row_max if moves else seen[r]
             self.shift[r] = finite_or_zero(self.row_max[r]) * self.scale_log2
             moved = moved | moves

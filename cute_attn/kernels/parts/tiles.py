@@ -54,17 +54,17 @@ class PrefillTiles:
 
     # Shared memory
 
-    def smem_tile(self, rows: int, columns: int, stages: int = 1) -> Any:
-        """Layout (rows, columns, stages) of row-major tiles of 16-bit elements."""
+    def smem_tile(self, rows: int, columns: int, slots: int = 1) -> Any:
+        """Layout (rows, columns, slots) of row-major tiles of 16-bit elements."""
         if not self.config.swizzle:
             row = self.config.row_elements(columns)
-            return cute.make_layout((rows, columns, stages), stride=(row, 1, rows * row))
+            return cute.make_layout((rows, columns, slots), stride=(row, 1, rows * row))
         width = atom_width(columns)
         bits = width.bit_length() - CHUNK.bit_length()  # 64 -> 3, 32 -> 2, 16 -> 1
         atom = cute.make_composed_layout(
             cute.make_swizzle(bits, 3, 3), 0, cute.make_layout((8, width), stride=(width, 1))
         )
-        return cute.tile_to_shape(atom, (rows, columns, stages), (0, 1, 2))
+        return cute.tile_to_shape(atom, (rows, columns, slots), (0, 1, 2))
 
     def smem_q(self) -> Any:
         return self.smem_tile(self.config.tile_m, self.tile_d)
@@ -76,7 +76,7 @@ class PrefillTiles:
         return self.smem_tile(self.config.tile_n, self.tile_dv, self.config.ring)
 
     def smem_v_transposed(self) -> Any:
-        """V's tiles seen as (head_dim_v, keys, stages): the B operand of P V."""
+        """V's tiles seen as (head_dim_v, keys, slots): the B operand of P V."""
         keys, dims = self.config.tile_n, self.tile_dv
         view = cute.make_layout((dims, keys, self.config.ring), stride=(keys, 1, keys * dims))
         return cute.composition(self.smem_v(), view)
