@@ -220,9 +220,10 @@ class PrefillKernel:
                 output.shrink(softmax.shrink(seen, zero))
 
             pipeline.before_output()
-            sums = softmax.row_sums()
+            sums_before = cute.make_rmem_tensor_like(softmax.row_sum)
+            sums_before.store(softmax.row_sum.load())
             gemm_output(mma, output.accumulators, scores, v, slot, softmax)
-            output.settle(sums, softmax.row_sums())
+            output.settle(sums_before, softmax.row_sum)
             pipeline.after_output(tile)
 
         cute.arch.cp_async_wait_group(0)

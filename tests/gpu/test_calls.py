@@ -19,7 +19,7 @@ CAUSAL = Case(plain(64, bounded_right=True))
 CAUSAL_LSE = Case(plain(64, bounded_right=True, return_lse=True))
 PACKED_LSE = Case(plain(64, bounded_right=True, varlen=True, return_lse=True))
 SLEEP_CYCLES = 50_000_000  # some 30 milliseconds: anything that does not wait for it comes too early
-MAX_HOST_US = 15.0
+MAX_HOST_US = 20.0  # the handed case's bound; benchmarks/results/host.json holds the figure that counts
 
 
 def normal(*shape: int, device: str = "cuda") -> torch.Tensor:

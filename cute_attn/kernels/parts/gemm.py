@@ -70,4 +70,4 @@ def gemm_output(mma: cute.TiledMma, out: cute.Tensor, scores: cute.Tensor, v: Op
         v.fetch(step, slot)
         softmax.weigh(score_rows, p_rows, step)
         cute.gemm(mma, out, p_operand[None, None, step], v.fragments[None, None, step], out)
-        softmax.add(p_operand[None, None, step])
+        softmax.add(p_operand[None, None, step], first=step == 0, last=step == v.steps - 1)

@@ -53,19 +53,20 @@ class OutputAccumulator:
         if self.stored is None:
             scale_rows(self.accumulators, factors)
 
-    def settle(self, sums: cute.Tensor, new_sums: cute.Tensor) -> None:
+    def settle(self, sums_before: cute.Tensor, sums: cute.Tensor) -> None:
         """After a tile: adds it to what is stored in 16 bits, where that is asked for.
 
-        ``sums`` and ``new_sums`` (rows,) are the row sums before and after the tile.
+        ``sums_before`` and ``sums`` (rows,) are the row sums without and with the tile.
         """
         if self.stored is not None:
             widened = cute.make_rmem_tensor_like(self.accumulators)
             widened.store(self.stored.load().to(Float32))
-            scale_rows(widened, sums)
+            scale_rows(widened, sums_before)
             widened.store(widened.load() + self.accumulators.load())
-            for r in range(cute.size(new_sums)):
-                new_sums[r] = reciprocal_or_zero(new_sums[r])
-            scale_rows(widened, new_sums)
+            factors = cute.make_rmem_tensor_like(sums)
+            for r in range(cute.size(sums)):
+                factors[r] = reciprocal_or_zero(sums[r])
+            scale_rows(widened, factors)
             self.stored.store(widened.load().to(self.dtype))
             self.accumulators.fill(0.0)
 

@@ -10,7 +10,8 @@ s row_max by more than SLACK. Most tiles then rescale nothing (the idea is Flash
 far from where 16 bits end.
 
 The row sums come from the tensor cores, as P times a column of ones. So they add up the very P, rounded to 16 bits,
-that multiplies V: rounding P cannot make the weights sum to anything but one, however large the scores. Log-sum-exps
+that multiplies V: rounding P cannot make the weights sum to anything but one, however large the scores. Each tile is
+summed from zero and then added, because tensor cores truncate: over thousands of steps that would show. Log-sum-exps
 are made of sums of P before it is rounded, by those kernels that return them.
 
 A row that has seen no key has row_max = -inf and row_sum = 0. No finite number stands for minus infinity.
@@ -45,7 +46,8 @@ class OnlineSoftmax:
         shift: (rows,) row_max scaled, 0 for rows that have seen no key.
         mma: multiplies P by the column of ones.
         ones: its B operand.
-        sums: its accumulators; each of 8 columns holds the row sum.
+        sums: its accumulators, of one tile; each of 8 columns holds the row's sum.
+        row_sum: (rows,) sums of all tiles so far.
         exact_sums: None, or (rows,) sums of this thread's own columns of P before rounding, for log-sum-exps.
     """
 
@@ -55,6 +57,7 @@ class OnlineSoftmax:
     mma: cute.TiledMma
     ones: cute.Tensor
     sums: cute.Tensor
+    row_sum: cute.Tensor
     exact_sums: cute.Tensor | None
 
     @staticmethod
@@ -64,28 +67,16 @@ class OnlineSoftmax:
         mine = mma.get_slice(thread)
         sums = cute.make_rmem_tensor(mine.partition_shape_C((tiles.config.tile_m, 8)), Float32)
         ones = cute.make_rmem_tensor(mine.partition_shape_B((8, 16)), tiles.dtype)
-        row_max, shift, exact_sums = (cute.make_rmem_tensor(cute.size(sums) // 2, Float32) for _ in range(3))
+        row_max, shift, row_sum, exact_sums = (cute.make_rmem_tensor(cute.size(sums) // 2, Float32) for _ in range(4))
         row_max.fill(-Float32.inf)
-        for zeros in (shift, exact_sums, sums):
+        for zeros in (shift, row_sum, exact_sums):
             zeros.fill(0.0)
         ones.fill(1.0)
-        return OnlineSoftmax(scale_log2, row_max, shift, mma, ones, sums, exact_sums if with_lse else None)
+        return OnlineSoftmax(scale_log2, row_max, shift, mma, ones, sums, row_sum, exact_sums if with_lse else None)
 
     @property
     def rows(self) -> int:
         return cute.size(self.row_max)
-
-    def row_sums(self) -> cute.Tensor:
-        """A copy of the sums so far, (rows,)."""
-        row_sums = cute.make_rmem_tensor(self.rows, Float32)
-        for r in range(self.rows):
-            row_sums[r] = self.sum_rows[r, 0]
-        return row_sums
-
-    @property
-    def sum_rows(self) -> cute.Tensor:
-        """``sums`` as (rows, columns)."""
-        return cute.make_tensor(self.sums.iterator, rows_and_columns(self.sums.layout))
 
     @cute.jit
     def advance(self, scores: cute.Tensor) -> Any:
@@ -115,7 +106,7 @@ class OnlineSoftmax:
         factors = cute.make_rmem_tensor(self.rows, Float32)
         for r in range_constexpr(self.rows):
             factors[r] = exp2(seen[r] * self.scale_log2 - self.shift[r] + zero.to(Float32))
-            self.sum_rows[r, 0] = self.sum_rows[r, 0] * factors[r]
+            self.row_sum[r] = self.row_sum[r] * factors[r]
             if const_expr(self.exact_sums is not None):
                 self.exact_sums[r] = self.exact_sums[r] * factors[r]
         return factors
@@ -130,17 +121,23 @@ class OnlineSoftmax:
                     self.exact_sums[r] = self.exact_sums[r] + weight
                 p[r, c] = weight.to(p.element_type)
 
-    def add(self, p: cute.Tensor) -> None:
-        """Adds the fragments of P for 16 keys to the row sums."""
+    def add(self, p: cute.Tensor, first: bool, last: bool) -> None:
+        """Adds the fragments of P for 16 keys, the ``first`` or the ``last`` of a tile, to the row sums."""
+        if first:
+            self.sums.fill(0.0)
         cute.gemm(self.mma, self.sums, p, self.ones[None, None, 0], self.sums)
+        if last:
+            sum_rows = cute.make_tensor(self.sums.iterator, rows_and_columns(self.sums.layout))
+            for r in range(self.rows):
+                self.row_sum[r] = self.row_sum[r] + sum_rows[r, 0]
 
     @cute.jit
     def finish(self, lse: cute.Tensor | None) -> cute.Tensor:
         """Returns the factors (rows,) that O still needs; fills ``lse`` (rows,) with natural log-sum-exps."""
         factors = cute.make_rmem_tensor(self.rows, Float32)
         for r in range_constexpr(self.rows):
-            empty = self.sum_rows[r, 0] == 0.0
-            factors[r] = Float32(0.0) if empty else cute.arch.rcp_approx(self.sum_rows[r, 0])
+            empty = self.row_sum[r] == 0.0
+            factors[r] = Float32(0.0) if empty else cute.arch.rcp_approx(self.row_sum[r])
             if const_expr(lse is not None):
                 row_sum = self.exact_sums[r]
                 for lane in QUAD:
