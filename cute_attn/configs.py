@@ -201,7 +201,7 @@ TABLE: tuple[_Row, ...] = (
     ),
     _Row(_AMPERE, 64, PrefillConfig(128, 128, 4, 2), "two blocks a multiprocessor"),
     _Row(_AMPERE, 96, PrefillConfig(128, 64, 4, 2), "40 to 72 KB: two blocks a multiprocessor"),
-    _Row(_AMPERE, 128, PrefillConfig(128, 48, 4, 2), "64 keys a tile spill when causal"),
+    _Row(_AMPERE, 128, PrefillConfig(128, 32, 4, 2), "48 keys a tile spill with a window and a log-sum-exp"),
     _Row(_AMPERE, 256, PrefillConfig(128, 64, 8, 2, q_in_regs=True), "as on Hopper; 128 KB: one block of 8 warps"),
     _Row(_BLACKWELL, 64, PrefillConfig(128, 64, 4, 2), "128 keys a tile spill on sm_100a"),
     _Row(_BLACKWELL, 128, PrefillConfig(64, 64, 4, 2), "128 query rows a block spill on sm_100a"),

@@ -18,7 +18,7 @@ from cute_attn.problem import KernelSpec, PrefillArguments, PrefillProblem
 # ptxas's --register-usage-level, in the order tried. How it allots 255 registers is close to chance where a kernel
 # needs about so many: at one level it spills a value or two, at another none. Level 5 is its default; 0 was faster on
 # an H200.
-REGISTER_LEVELS = (0, 5)
+REGISTER_LEVELS = (0, 5, 8)
 
 
 def fake_arguments(problem: PrefillProblem) -> PrefillArguments:
