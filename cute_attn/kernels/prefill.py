@@ -93,7 +93,7 @@ class PrefillKernel:
         tile_m = self.config.tile_m
         if const_expr(self.problem.varlen):
             heads = q.shape[1]
-            num_tiles = q.shape[0] // tile_m + cu_seqlens_q.shape[0] - 1
+            num_tiles = q.shape[0] // tile_m + cute.size(cu_seqlens_q) - 1
             group = Int32(1)
         else:
             q, k, v, out = (heads_before_length(x, heads_second) for x in (q, k, v, out))
