@@ -1,0 +1,1 @@
+"""Runs compiled kernels on a CPU, in numpy: their numbers, their races, their memory traffic. See ``simulate``."""

@@ -1,0 +1,204 @@
+"""cp.async: copies from global to shared memory that land as late as the program allows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from layouts.simulator.access import GlobalAccess, SharedAccess
+from layouts.simulator.errors import UnknownInstructionError
+from layouts.simulator.group import LANES, Group
+from layouts.simulator.instructions.machine_code import Handler, instruction
+from layouts.simulator.operands import reader
+from layouts.simulator.ptx import Address, Immediate, Instruction
+
+if TYPE_CHECKING:
+    from layouts.simulator.machine import Machine
+
+
+@dataclass
+class Copy:
+    """Copies of one cp.async that have not landed: by entry its lane, place, bytes and group's number."""
+
+    lanes: NDArray[np.int64]
+    flat: NDArray[np.int64]
+    data: NDArray[np.uint8]
+    group: NDArray[np.int64]
+
+    def split(self, landed: NDArray[np.bool_]) -> tuple[Copy, Copy]:
+        first, second = (
+            Copy(self.lanes[keep], self.flat[keep], self.data[keep], self.group[keep]) for keep in (landed, ~landed)
+        )
+        return first, second
+
+
+class Copies:
+    """What is under way in a batch; ``committed`` counts the groups that each lane has closed."""
+
+    def __init__(self, machine: Machine):
+        self.machine = machine
+        self.flying: list[Copy] = []
+        self.committed = np.zeros(machine.num_lanes, np.int64)
+
+    def land(self, limit: NDArray[np.int64], waits: NDArray[np.bool_], signalled: bool = False) -> None:
+        """Copies of waiting lanes whose group lies below the lane's limit land.
+
+        Args:
+            signalled: an mbarrier tells of it, not the wait of the lanes themselves.
+        """
+        still: list[Copy] = []
+        for copy in self.flying:
+            landed = waits[copy.lanes] & (copy.group < limit[copy.lanes])
+            if landed.all():
+                self._write(copy, signalled)
+            elif landed.any():
+                now, later = copy.split(landed)
+                self._write(now, signalled)
+                still.append(later)
+            else:
+                still.append(copy)
+        self.flying = still
+
+    def agent(self) -> NDArray[np.int64]:
+        """The slots of the agent that completes copies whose end an mbarrier signals, by CTA."""
+        state = self.machine.state
+        if "copy agent" not in state:
+            assert self.machine.clocks is not None
+            state["copy agent"] = self.machine.clocks.add_agent("cp.async")
+        return state["copy agent"]
+
+    def _write(self, copy: Copy, signalled: bool) -> None:
+        machine, width = self.machine, copy.data.shape[1]
+        machine.shared.data.reshape(-1, width)[copy.flat // width] = copy.data
+        if machine.shadow is not None:
+            lanes = self.agent()[machine.cta_of_lane[copy.lanes]] * LANES if signalled else copy.lanes
+            machine.shadow.end_write(lanes, copy.flat, width)
+
+
+def copies_of(machine: Machine) -> Copies:
+    if "copies" not in machine.state:
+        machine.state["copies"] = Copies(machine)
+    return machine.state["copies"]
+
+
+@instruction("cp.async.ca", "cp.async.cg")
+def copy(machine: Machine, instruction: Instruction) -> Handler:
+    """cp.async.{ca,cg}.shared.global [dst], [src], size{, src_size}: bytes beyond src_size become zero."""
+    known = ("shared", "shared::cta", "global", "L2::cache_hint", "L2::64B", "L2::128B", "L2::256B")
+    unknown = [part for part in instruction.parts[3:] if part not in known]
+    target, source, size, *more = instruction.operands
+    width = size.value if isinstance(size, Immediate) else 0
+    hinted = "L2::cache_hint" in instruction.parts
+    more = more[:-1] if hinted else more
+    allowed = (16,) if instruction.parts[2] == "cg" else (4, 8, 16)
+    if unknown or width not in allowed or len(more) > 1:
+        raise UnknownInstructionError(f"{instruction.text}: this form of cp.async is not modelled")
+    shared = SharedAccess(machine, instruction, target, width)
+    unit = min(width, 8)
+    far = GlobalAccess(machine, instruction, source, unit, width // unit)
+    read_bytes = reader(machine, instruction, more[0], np.int64) if _wide(more) else None
+    read_bytes = reader(machine, instruction, more[0], np.uint32) if more and read_bytes is None else read_bytes
+    copies = copies_of(machine)
+
+    def run(group: Group) -> None:
+        lanes, flat, active = shared.places(group)
+        if not len(flat):
+            return
+        shared.count(group, flat, active)
+        before = group.active
+        kept = None if read_bytes is None else np.broadcast_to(read_bytes(group), (len(group.slots) * 32,))
+        if kept is not None and not (kept == width).all():
+            data = _partial(far, group, kept, width)
+        else:
+            data = far.load(group).view(np.uint8)
+        group.active = before
+        numbers = np.arange(machine.num_lanes)[lanes] if isinstance(lanes, slice) else lanes
+        if active is not None:
+            data = data[active]
+        if machine.shadow is not None:
+            machine.shadow.begin_write(lanes, flat, width, instruction.index)
+        copies.flying.append(Copy(numbers, flat, data, copies.committed[numbers]))
+
+    return run
+
+
+def _wide(more: list) -> bool:
+    return bool(more) and getattr(more[0], "kind", "") == "b64"
+
+
+def _partial(far: GlobalAccess, group: Group, kept: Any, width: int) -> NDArray[np.uint8]:
+    """Lanes with nothing to read touch no memory; the others read what they copy, and zeros follow it."""
+    before = group.active
+    some = kept > 0 if before is None else before & (kept > 0)
+    group.active = some
+    data = far.load(group).view(np.uint8) if some.any() else np.zeros((len(group.slots) * 32, width), np.uint8)
+    group.active = before
+    data = data.copy()
+    data[np.arange(width) >= kept[:, None]] = 0
+    return data
+
+
+@instruction("cp.async.commit_group")
+def commit(machine: Machine, instruction: Instruction) -> Handler:
+    """cp.async.commit_group: the copies so far are a group."""
+    copies = copies_of(machine)
+
+    def run(group: Group) -> None:
+        copies.committed[group.lane_numbers()] += 1
+
+    return run
+
+
+@instruction("cp.async.wait_group", "cp.async.wait_all")
+def wait(machine: Machine, instruction: Instruction) -> Handler:
+    """cp.async.wait_group n: all but the n latest groups have landed; wait_all: everything has."""
+    copies = copies_of(machine)
+    everything = instruction.parts[2] == "wait_all"
+    pending = 0 if everything else instruction.operands[0].value  # type: ignore[union-attr]
+
+    def run(group: Group) -> None:
+        if not copies.flying:
+            return
+        waits = np.zeros(machine.num_lanes, bool)
+        waits[group.lane_numbers()] = True
+        limit = copies.committed + 1 if everything else copies.committed - pending
+        copies.land(limit, waits)
+
+    return run
+
+
+@instruction("cp.async.mbarrier.arrive")
+def signal(machine: Machine, instruction: Instruction) -> Handler:
+    """cp.async.mbarrier.arrive[.noinc].shared.b64 [mbarrier]: arrive once the lane's copies so far have landed."""
+    from layouts.simulator.instructions.barriers import Mbarriers, mbarriers_of
+
+    address = instruction.operands[0]
+    if not isinstance(address, Address):
+        raise UnknownInstructionError(f"{instruction.text}: {address} is no address")
+    counted = "noinc" not in instruction.parts
+    place = SharedAccess(machine, instruction, address, 8)
+    copies = copies_of(machine)
+    mbarriers: Mbarriers = mbarriers_of(machine)
+
+    def run(group: Group) -> None:
+        lanes, flat, _ = place.places(group)
+        numbers = np.arange(machine.num_lanes)[lanes] if isinstance(lanes, slice) else lanes
+        waits = np.zeros(machine.num_lanes, bool)
+        waits[numbers] = True
+        reached = np.full(machine.num_lanes, -1, np.int64)
+        copies.committed[numbers] += 1  # what comes after does not belong to this arrival
+        reached[numbers] = copies.committed[numbers]
+        if counted:
+            mbarriers.expect_more(numbers, flat, instruction)
+
+        def complete() -> None:
+            copies.land(reached, waits, signalled=True)
+            slots = None if machine.clocks is None else np.unique(copies.agent()[machine.cta_of_lane[numbers]])
+            mbarriers.arrive(numbers, flat, np.ones(len(numbers), np.int64), instruction, slots)
+
+        machine.delayed.append(complete)
+
+    return run
