@@ -56,7 +56,7 @@ class SharedAccess:
         if active is not None:
             wrong &= active
         if wrong.any():
-            self._complain(group, address, wrong)
+            self.complain(group, address, wrong)
             active = ~wrong if active is None else active & ~wrong
         if active is None:
             return group.lanes, address + machine.shared_base[group.lanes], None
@@ -77,7 +77,7 @@ class SharedAccess:
         counters.ideal_wavefronts[index] += ideal.sum()
         counters.bytes[index] += len(flat) * self.width
 
-    def _complain(self, group: Group, address: IntArray, wrong: NDArray[np.bool_]) -> None:
+    def complain(self, group: Group, address: IntArray, wrong: NDArray[np.bool_]) -> None:
         machine = self.machine
         position = int(np.flatnonzero(wrong)[0])
         value = int(address[position])

@@ -16,7 +16,7 @@ from layouts.simulator import checks
 from layouts.simulator.clocks import Clocks
 from layouts.simulator.definition import maybe_unwritten
 from layouts.simulator.errors import UnknownInstructionError
-from layouts.simulator.flow import Block, blocks_of, is_branch, is_exit, meeting_points
+from layouts.simulator.flow import Block, blocks_of, meeting_points
 from layouts.simulator.group import LANES, Group
 from layouts.simulator.memory import AddressError, GlobalMemory
 from layouts.simulator.operands import RAW
@@ -25,6 +25,7 @@ from layouts.simulator.report import Finding
 from layouts.simulator.shadow import SharedShadow
 
 SHARED_ALIGNMENT = 128
+PARAMETER_SPACE = 1 << 58  # where the kernel's parameters lie among generic addresses
 
 Handler = Callable[[Group], None]
 Control = Callable[[Group], list[Group]]
@@ -170,9 +171,12 @@ class Machine:
         return named
 
     def address_of(self, name: str) -> int | None:
-        """The address of a shared or local variable, in its window."""
-        found = self.kernel.shared.get(name)
-        return found if found is not None else self.kernel.local.get(name)
+        """The address of a shared or local variable in its window, or of a parameter."""
+        found = self.kernel.shared.get(name, self.kernel.local.get(name))
+        if found is None:
+            parameter = next((p for p in self.kernel.parameters if p.name == name), None)
+            found = None if parameter is None else PARAMETER_SPACE + parameter.offset
+        return found
 
     def find(self, kind: str, message: str, instruction: Instruction | None, count: int = 1, **details: Any) -> None:
         """Note that the kernel does something wrong."""
@@ -242,6 +246,3 @@ def finest_shared_access(kernel: Kernel) -> int:
         vector = next((int(part[1:]) for part in parts if part in ("v2", "v4", "v8")), 1)
         finest = min(finest, bits // 8 * vector)
     return finest
-
-
-__all__ = ["Control", "Counters", "Handler", "Machine", "SharedMemory", "finest_shared_access", "is_branch", "is_exit"]

@@ -149,8 +149,8 @@ class GlobalMemory:
 def _storage_of(array: Any) -> tuple[NDArray[np.uint8], int, NDArray[np.bool_] | None]:
     """The bytes of an array's storage, the place of its first element there, and which bytes are its elements."""
     if isinstance(array, np.ndarray):
-        low, high = np.lib.array_utils.byte_bounds(array) if array.size else (array.ctypes.data, array.ctypes.data)
-        first = array.ctypes.data - low
+        first, beyond = _extent(array)
+        low, high = array.ctypes.data - first, array.ctypes.data + beyond
         owner = np.ndarray((high - low,), np.uint8, buffer=_memory(low, high - low, array))
         size, shape, strides = array.itemsize, array.shape, array.strides
     else:
@@ -165,6 +165,14 @@ def _storage_of(array: Any) -> tuple[NDArray[np.uint8], int, NDArray[np.bool_] |
     elements = np.lib.stride_tricks.as_strided(valid[first:], (*shape, size), (*strides, 1))
     elements[...] = True
     return owner, first, None if valid.all() else valid
+
+
+def _extent(array: NDArray[Any]) -> tuple[int, int]:
+    """How many bytes an array reaches before its first element (negative strides) and from it on."""
+    if not array.size:
+        return 0, 0
+    reach = [(extent - 1) * stride for extent, stride in zip(array.shape, array.strides, strict=True)]
+    return -sum(step for step in reach if step < 0), sum(step for step in reach if step > 0) + array.itemsize
 
 
 def _torch_bytes(tensor: Any, nbytes: int) -> NDArray[np.uint8]:

@@ -31,6 +31,8 @@ def run(machine: Machine, schedule: str, seed: int) -> None:
     lanes = dict.fromkeys(machine.blocks, 0)
     for _ in range(MAX_BLOCKS):
         candidates = [group for group in machine.ready if group.seen != machine.events]
+        if not candidates:  # a poll in vain is no wait: a kernel that goes on regardless must see what it gets
+            candidates = [group for group in machine.ready if group.stalled == 1]
         if not candidates:
             if machine.delayed:
                 machine.delayed.pop(0)()

@@ -174,7 +174,7 @@ class Mbarriers:
 
     def init(self, lanes: IntArray, flat: IntArray, count: IntArray) -> None:
         machine = self.machine
-        for address, some in self._by_address(lanes, flat):
+        for address, some in self.at_addresses(lanes, flat):
             if address not in self.by_address:
                 expected, missing, nbytes, phases = np.zeros((4, machine.ctas), np.int64)
                 gate = Gate(machine.clocks) if machine.clocks is not None else None
@@ -185,7 +185,7 @@ class Mbarriers:
             mbarrier.bytes[ctas] = mbarrier.phases[ctas] = 0
         machine.events += 1
 
-    def _by_address(self, lanes: IntArray, flat: IntArray) -> list[tuple[int, Any]]:
+    def at_addresses(self, lanes: IntArray, flat: IntArray) -> list[tuple[int, Any]]:
         address = flat - self.machine.shared_base[lanes]
         first = int(address[0])
         if (address == first).all():
@@ -194,13 +194,13 @@ class Mbarriers:
 
     def expect_more(self, lanes: IntArray, flat: IntArray, instruction: Instruction) -> None:
         """An arrival that is to come counts as one more expected in this phase."""
-        for address, some in self._by_address(lanes, flat):
+        for address, some in self.at_addresses(lanes, flat):
             mbarrier = self.get(address, instruction)
             if mbarrier is not None:
                 np.add.at(mbarrier.missing, self.machine.cta_of_lane[lanes[some]], 1)
 
     def expect_bytes(self, lanes: IntArray, flat: IntArray, count: IntArray, instruction: Instruction) -> None:
-        for address, some in self._by_address(lanes, flat):
+        for address, some in self.at_addresses(lanes, flat):
             mbarrier = self.get(address, instruction)
             if mbarrier is not None:
                 np.add.at(mbarrier.bytes, self.machine.cta_of_lane[lanes[some]], count[some])
@@ -214,7 +214,7 @@ class Mbarriers:
             agents: the slots that release what others are to see; None for the lanes' own warps.
         """
         machine = self.machine
-        for address, some in self._by_address(lanes, flat):
+        for address, some in self.at_addresses(lanes, flat):
             mbarrier = self.get(address, instruction)
             if mbarrier is None:
                 continue
@@ -232,6 +232,20 @@ class Mbarriers:
                 more = -int(mbarrier.missing[cta])
                 text = f"{instruction.text}: {more} arrivals more than the {int(mbarrier.expected[cta])} expected"
                 machine.find("barrier", f"{text} at {address:#x}", instruction)
+            self._complete(mbarrier, np.unique(ctas))
+
+    def complete_bytes(
+        self, lanes: IntArray, flat: IntArray, count: IntArray, instruction: Instruction, agents: Any
+    ) -> None:
+        """Bulk copies have brought so many bytes; ``agents`` as in ``arrive``."""
+        for address, some in self.at_addresses(lanes, flat):
+            mbarrier = self.get(address, instruction)
+            if mbarrier is None:
+                continue
+            ctas = self.machine.cta_of_lane[lanes[some]]
+            if mbarrier.gate is not None:
+                mbarrier.gate.arrive(agents)
+            np.subtract.at(mbarrier.bytes, ctas, count[some])
             self._complete(mbarrier, np.unique(ctas))
 
     def _complete(self, mbarrier: Mbarrier, ctas: IntArray) -> None:
@@ -360,7 +374,7 @@ def test_wait(machine: Machine, instruction: Instruction) -> Control:
         lanes, flat = use.find(group)
         phase = use.per_lane(group, wanted(group))
         done = np.zeros(len(lanes), bool)
-        for address, some in mbarriers._by_address(lanes, flat):
+        for address, some in mbarriers.at_addresses(lanes, flat):
             mbarrier = mbarriers.get(address, instruction)
             if mbarrier is None:
                 done[some] = True

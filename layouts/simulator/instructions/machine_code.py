@@ -30,7 +30,7 @@ Builder = Callable[["Machine", Instruction], Handler]
 BUILDERS: dict[str, Builder] = {}
 CONTROLS: dict[str, Callable[[Machine, Instruction], Control]] = {}
 
-_MODULES = ("movement", "loads", "exchange", "matrix", "asynchronous", "atomics", "barriers", "branches")
+_MODULES = ("movement", "loads", "exchange", "matrix", "asynchronous", "bulk", "atomics", "barriers", "branches")
 
 
 def instruction(*opcodes: str) -> Callable[[Builder], Builder]:

@@ -49,7 +49,7 @@ class _Rows:
         if wrong.any():
             full = np.zeros((len(group.slots), LANES), bool)
             full[:, :count] = wrong.reshape(-1, count)
-            self.access._complain(group, self.access.addresses(group), full.ravel())
+            self.access.complain(group, self.access.addresses(group), full.ravel())
             return None
         flat = address + machine.shared_base[lanes]
         counters, index = machine.counters, self.instruction.index
