@@ -40,9 +40,10 @@ class Group:
         frames: the branches at which these lanes parted from others of their warps, the latest last.
         stalled: how often in a row it found an mbarrier's phase incomplete, with nothing happening between.
         seen: how many events there had been by then.
+        polled: the instruction of the poll that failed just now, -1 if there is none.
     """
 
-    __slots__ = ("active", "frames", "lanes", "pc", "seen", "slots", "stalled")
+    __slots__ = ("active", "frames", "lanes", "pc", "polled", "seen", "slots", "stalled")
 
     def __init__(self, pc: int, slots: IntArray, active: BoolArray | None, frames: tuple[Frame, ...] = ()):
         self.pc = pc
@@ -52,6 +53,7 @@ class Group:
         self.frames = frames
         self.stalled = 0
         self.seen = -1
+        self.polled = -1
 
     @property
     def num_lanes(self) -> int:

@@ -51,7 +51,7 @@ def simulate(
         SimulatorError: the kernel cannot be run here, for instance for an instruction that is not modelled.
     """
     memory = GlobalMemory()
-    address_of = _place(memory, arguments)
+    address_of = place(memory, arguments)
     if isinstance(kernel, str):
         launches = [launch_of_ptx(kernel, arguments, grid, block, smem_bytes, address_of)]
     else:
@@ -59,7 +59,7 @@ def simulate(
     findings: list[Finding] = []
     report = None
     for launch in launches:
-        report = _run(launch, memory, (schedule, seed, checked))
+        report = run_launch(launch, memory, schedule=schedule, seed=seed, checked=checked)
         findings += report.findings
     if report is None:
         return Report(kernel="nothing was launched")
@@ -67,8 +67,8 @@ def simulate(
     return report
 
 
-def _place(memory: GlobalMemory, arguments: Sequence[Any]) -> Any:
-    """A device address for each array."""
+def place(memory: GlobalMemory, arguments: Sequence[Any]) -> Any:
+    """Gives each array a device address: returns the function from an array to it."""
     addresses: dict[int, int] = {}
     kept: list[Any] = []
 
@@ -80,13 +80,13 @@ def _place(memory: GlobalMemory, arguments: Sequence[Any]) -> Any:
 
     for number, argument in enumerate(arguments):
 
-        def place(value: Any, number: int = number) -> Any:
+        def add(value: Any, number: int = number) -> Any:
             if is_array(value) and not is_dsl_tensor(value) and id(value) not in addresses:
                 addresses[id(value)] = memory.add(value, f"argument {number}")
                 kept.append(value)
             return value
 
-        map_leaves(argument, place)
+        map_leaves(argument, add)
     return address_of
 
 
@@ -97,8 +97,10 @@ def _kernel(launch: Launch) -> Kernel:
     return _parsed[key]
 
 
-def _run(launch: Launch, memory: GlobalMemory, how: tuple[str, int, bool]) -> Report:
-    schedule, seed, checked = how
+def run_launch(
+    launch: Launch, memory: GlobalMemory, *, schedule: str = "lockstep", seed: int = 0, checked: bool = True
+) -> Report:
+    """Run one launch over memory whose addresses its parameters hold; the other arguments are those of ``simulate``."""
     started = time.perf_counter()
     kernel = _kernel(launch)
     parameters = bytearray(kernel.parameter_bytes)
