@@ -1,1 +1,0 @@
-"""Speed against the peers, one module per table: ``python -m benchmarks --help``."""

@@ -1,1 +1,0 @@
-"""Tests that need a GPU. ``python -m tests.gpu.record`` runs them and keeps what came out."""
