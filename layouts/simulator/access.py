@@ -34,8 +34,11 @@ def address_reader(
             raise UnknownInstructionError(f"{instruction.text}: the variable {operand.base} is not modelled")
         fixed = base + offset
         return lambda group: np.full(len(group.slots) * LANES, fixed, np.int64)
-    wide = not (shared and operand.base.kind == "b32")
-    read = reader(machine, instruction, operand.base, np.int64 if wide else np.uint32)
+    if shared and operand.base.kind == "b32":
+        # Compilers rely on the sum's wrapping around: a register below zero, and an offset that brings it back.
+        read, added = reader(machine, instruction, operand.base, np.uint32), np.uint32(offset & 0xFFFFFFFF)
+        return lambda group: (np.broadcast_to(read(group), (len(group.slots) * LANES,)) + added).astype(np.int64)
+    read = reader(machine, instruction, operand.base, np.int64)
     return lambda group: np.broadcast_to(read(group), (len(group.slots) * LANES,)).astype(np.int64) + offset
 
 

@@ -97,7 +97,7 @@ class Clocks:
             self.alone[partly] |= active[~whole]
         rows[place[whole], ORDERED, agent[whole]] = base[whole]
         rows[place[~whole], BY_LANE, agent[~whole]] = base[~whole]
-        asynchronous = agent >= self.warps
+        asynchronous = agent >= self.warps  # needs no fence; saying so keeps the shadow on its fast path
         rows[place[asynchronous], FENCED, agent[asynchronous]] = base[asynchronous]
         told = self.told[slots] if active is None else self.told[slots] & active
         heard = told.any(axis=1)
@@ -121,7 +121,6 @@ class Clocks:
             return
         self.hearsay[:, slots] = np.maximum(self.hearsay[:, slots], learned)
         self.told[slots] |= active
-        self._share(slots[self.told[slots].all(axis=1)])
 
     def warp_sync(self, slots: IntArray) -> None:
         """bar.warp.sync of these slots: their lanes know of each other's accesses."""

@@ -60,7 +60,7 @@ def blocks_of(kernel: Kernel, breaks: frozenset[str]) -> dict[int, Block]:
             target = target if target < count else EXIT
             successors = (target, following) if last.guard else (target,)
         elif is_exit(last):
-            successors = (EXIT, following) if last.guard else (EXIT,)
+            successors = (following,) if last.guard else (EXIT,)  # nobody meets lanes that end
         blocks[start] = Block(start, end, successors)
     return blocks
 

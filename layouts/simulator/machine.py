@@ -18,6 +18,7 @@ from layouts.simulator.definition import maybe_unwritten
 from layouts.simulator.errors import UnknownInstructionError
 from layouts.simulator.flow import Block, blocks_of, meeting_points
 from layouts.simulator.group import LANES, Group
+from layouts.simulator.in_flight import early_uses
 from layouts.simulator.memory import AddressError, GlobalMemory
 from layouts.simulator.operands import RAW
 from layouts.simulator.ptx import Instruction, Kernel, Register
@@ -66,6 +67,9 @@ class Machine:
         events: goes up when something happens that a waiting warp may wait for.
         delayed: asynchronous work that completes by itself; each call completes one piece.
         exited: (lanes,) those that have ended.
+        held: warps that wait for the others of their warpgroup, and in which instruction.
+        at_end: are called when the batch has ended, or is stuck.
+        early_uses: by instruction, its uses of registers that wgmma may still be using.
         tracked: of each register that may be read before it is written, the lanes that have written it.
     """
 
@@ -95,6 +99,7 @@ class Machine:
             register: np.zeros(self.num_lanes, bool) for registers in unwritten.values() for register in registers
         }
         self._reads_to_check = unwritten
+        self.early_uses = early_uses(kernel) if checked else {}
         dynamic = max(kernel.shared.values(), default=0) + smem_bytes
         size = max(dynamic, kernel.static_smem_bytes, 1)
         self.shared = SharedMemory(self.ctas, -(-size // SHARED_ALIGNMENT) * SHARED_ALIGNMENT)
@@ -113,6 +118,8 @@ class Machine:
         self.events = 0
         self.delayed: list[Callable[[], None]] = []
         self.ready: list[Group] = []
+        self.held: list[tuple[Group, Instruction]] = []
+        self.at_end: list[Callable[[], None]] = []
         self.state: dict[str, Any] = {}
         self._special = self._special_registers()
         self._link()
@@ -203,9 +210,11 @@ class Machine:
         cta = tuple(self.coordinates[self.cta_of_lane[lane]].tolist())
         return f"CTA {cta}, thread {int(self.thread_of_lane[lane])}"
 
-    def check_written(self, index: int, group: Group) -> None:
-        """Note registers that an instruction reads and some lane has not written."""
+    def check_written(self, index: int, group: Group, not_read: frozenset[Register] = frozenset()) -> None:
+        """Note registers that an instruction reads, all but these, and some lane has not written."""
         for register in self._reads_to_check[index]:
+            if register in not_read:
+                continue
             lanes = group.lane_numbers()
             missing = lanes[~self.tracked[register][lanes]]
             if len(missing):
@@ -217,6 +226,9 @@ class Machine:
 
     def reads_unwritten(self, index: int) -> bool:
         return index in self._reads_to_check
+
+    def registers_to_check(self, index: int) -> frozenset[Register]:
+        return frozenset(self._reads_to_check.get(index, ()))
 
     def start(self, by_warp: bool) -> None:
         """Make the first groups: all warps in one, or one for each warp of the CTAs."""

@@ -27,6 +27,7 @@ class Segment:
         data: (bytes,) uint8, the memory of the host itself.
         valid: (bytes,) bool, the bytes that are elements of the array, not padding between its rows; None if all are.
         units: views of ``data`` by the size of an element, as far as it is aligned.
+        narrowest: bytes of the shortest run of padding; only a longer access can have elements at both of its ends.
     """
 
     name: str
@@ -34,6 +35,7 @@ class Segment:
     data: NDArray[np.uint8]
     valid: NDArray[np.bool_] | None
     units: dict[int, NDArray[Any]]
+    narrowest: int = 0
 
 
 class AddressError(SimulatorError):
@@ -66,7 +68,7 @@ class GlobalMemory:
         data, first, valid = _storage_of(array)
         base = self._next
         units = {size: data[: len(data) // size * size].view(f"u{size}") for size in (1, 2, 4, 8)}
-        self.segments.append(Segment(name, base, data, valid, units))
+        self.segments.append(Segment(name, base, data, valid, units, _narrowest_padding(valid)))
         self._next = base + -(-(len(data) + GUARD) // GUARD) * GUARD + GUARD
         return base + first
 
@@ -90,8 +92,9 @@ class GlobalMemory:
         for segment in self.segments:
             inside = (address >= segment.base) & (address + width <= segment.base + len(segment.data))
             if inside.any():
-                self._check_padding(segment, address[inside], width)
-                found.append((segment, np.flatnonzero(inside)))
+                positions = np.flatnonzero(inside)
+                self._check_padding(segment, address, width, positions)
+                found.append((segment, positions))
                 missing &= ~inside
         if missing.any():
             position = int(np.flatnonzero(missing)[0])
@@ -108,14 +111,18 @@ class GlobalMemory:
         beyond = address + width - near.base - len(near.data)
         return f"{width} bytes at {address:#x}, {beyond} beyond the {len(near.data)} bytes of {near.name}"
 
-    def _check_padding(self, segment: Segment, address: IntArray, width: int) -> None:
+    def _check_padding(self, segment: Segment, address: IntArray, width: int, positions: Any = slice(None)) -> None:
         if segment.valid is None:
             return
-        offset = address - segment.base
-        bad = ~(segment.valid[offset] & segment.valid[offset + (width - 1)])
+        offset = address[positions] - segment.base
+        if width > segment.narrowest:  # there may be holes between the first byte and the last
+            bad = ~segment.valid[offset[:, None] + np.arange(width)].all(axis=1)
+        else:
+            bad = ~(segment.valid[offset] & segment.valid[offset + (width - 1)])
         if bad.any():
-            position = int(np.flatnonzero(bad)[0])
-            where = f"{width} bytes at byte {int(offset[position])} of the storage of {segment.name}"
+            first = int(np.flatnonzero(bad)[0])
+            position = int(np.arange(len(address))[positions][first])
+            where = f"{width} bytes at byte {int(offset[first])} of the storage of {segment.name}"
             raise AddressError(f"{where}: they are padding between its elements, not part of it", position)
 
     def load(self, address: IntArray, size: int, count: int) -> NDArray[Any]:
@@ -165,6 +172,13 @@ def _storage_of(array: Any) -> tuple[NDArray[np.uint8], int, NDArray[np.bool_] |
     elements = np.lib.stride_tricks.as_strided(valid[first:], (*shape, size), (*strides, 1))
     elements[...] = True
     return owner, first, None if valid.all() else valid
+
+
+def _narrowest_padding(valid: NDArray[np.bool_] | None) -> int:
+    if valid is None:
+        return 0
+    edges = np.flatnonzero(np.diff(np.r_[True, valid, True]))
+    return int((edges[1::2] - edges[::2]).min())
 
 
 def _extent(array: NDArray[Any]) -> tuple[int, int]:

@@ -356,7 +356,10 @@ class _Parser:
         match = re.fullmatch(r"\s*([\w%$.]+)\s*(?:\+\s*(-?\w+)|(-\s*\w+))?\s*", first)
         if match is None:
             raise PtxSyntaxError(f"address not understood: [{text}]")
-        offset = int((match[2] or match[3] or "0").replace(" ", ""), 0)
+        number = _number((match[2] or match[3] or "0").replace(" ", ""))
+        if number is None or number.kind != "int":
+            raise PtxSyntaxError(f"address not understood: [{text}]")
+        offset = number.value
         base = self.operand(match[1])
         if isinstance(base, Immediate):
             return Address(None, base.value + offset, items)

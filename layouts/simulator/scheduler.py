@@ -56,6 +56,8 @@ def run(machine: Machine, schedule: str, seed: int) -> None:
     for start, block in machine.blocks.items():
         machine.counters.executions[start : block.end] += executions[start]
         machine.counters.lanes[start : block.end] += lanes[start]
+    for check in machine.at_end:
+        check()
     _report_stuck(machine)
 
 
@@ -96,6 +98,7 @@ def _report_stuck(machine: Machine) -> None:
     """Warps that have not ended: which, and what each waits for."""
     barriers = machine.state.get("barriers", {})
     waiting = [(group, item.text) for b in barriers.values() for group, item in b.waiting]
+    waiting += [(group, item.text) for group, item in machine.held]
     waiting += [(group, machine.kernel.instructions[group.pc - 1].text) for group in machine.ready]
     if waiting:
         texts = []

@@ -5,6 +5,11 @@ for each agent that reads, its last read, as stamps of ``layouts.simulator.clock
 its lanes know: a few array operations when all is well. ``layouts.simulator.checks`` looks closer when it is not.
 
 All accesses of one call are simultaneous: they are checked against what was before, then recorded.
+
+Of each granule and warp one read is kept, and of each granule one write. That is enough unless lanes of one warp order
+their accesses by something else than a sync of the whole warp: when several lanes have read a place on their own, and
+only some of these reads are ordered through an mbarrier, none of them counts as ordered. Of several unordered atomics
+the last one stands for all when a read follows.
 """
 
 from __future__ import annotations
@@ -266,10 +271,11 @@ class SharedShadow:
     def _columns(self, lanes: Lanes) -> IntArray:
         """The columns of ``reads`` of asynchronous agents, new ones where they have none."""
         agents = self.clocks.agent_of[lanes]
-        missing = np.setdiff1d(agents, self.readers)
+        column = np.full(self.clocks.agents, -1)
+        column[self.readers] = np.arange(len(self.readers))
+        missing = np.unique(agents[column[agents] < 0])
         if len(missing):
+            column[missing] = len(self.readers) + np.arange(len(missing))
             self.readers = np.concatenate([self.readers, missing])
             self.reads = np.pad(self.reads, ((0, 0), (0, len(missing))))
-        column = np.zeros(self.clocks.agents, np.int64)
-        column[self.readers] = np.arange(len(self.readers))
         return column[agents]

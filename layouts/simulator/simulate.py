@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -18,8 +19,6 @@ from layouts.simulator.ptx import Kernel, parse
 from layouts.simulator.report import Finding, Report, merge_findings
 
 WARPS_TOGETHER = 128  # numpy's cost of a call is small beside its work from about here on
-
-_parsed: dict[tuple[int, str], Kernel] = {}
 
 
 def simulate(
@@ -90,11 +89,9 @@ def place(memory: GlobalMemory, arguments: Sequence[Any]) -> Any:
     return address_of
 
 
-def _kernel(launch: Launch) -> Kernel:
-    key = (hash(launch.ptx), launch.kernel)
-    if key not in _parsed:
-        _parsed[key] = parse(launch.ptx, launch.kernel)
-    return _parsed[key]
+@lru_cache(maxsize=16)
+def _kernel(ptx: str, entry: str) -> Kernel:
+    return parse(ptx, entry)
 
 
 def run_launch(
@@ -102,7 +99,7 @@ def run_launch(
 ) -> Report:
     """Run one launch over memory whose addresses its parameters hold; the other arguments are those of ``simulate``."""
     started = time.perf_counter()
-    kernel = _kernel(launch)
+    kernel = _kernel(launch.ptx, launch.kernel)
     parameters = bytearray(kernel.parameter_bytes)
     for parameter, value in zip(kernel.parameters, launch.parameters, strict=True):
         parameters[parameter.offset : parameter.offset + parameter.size] = value[: parameter.size]

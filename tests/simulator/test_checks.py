@@ -140,6 +140,29 @@ class TestInsideAWarp:
         batch.shadow.write(np.array([0]), place[:1], 16, 3)
         assert batch.kinds == [RACE]
 
+    def test_stmatrix_converges_the_warp(self, batch: Batch) -> None:
+        batch.write(0)
+        batch.clocks.warp_sync(batch.slots(0))
+        batch.read(0, reverse=True)
+        batch.shadow.write(batch.lanes(0), batch.places(0), 16, 9, aligned=True)
+        assert not batch.findings
+
+    def test_reads_that_one_lane_released(self) -> None:
+        """Lane 0 reads and tells the warp so; then lane 2 is the only one with a read outstanding, and may write."""
+        batch = Batch()
+        gate = Gate(batch.clocks)
+        place = np.zeros(1, np.int64)
+        batch.write(0)
+        batch.sync(0, 1)
+        batch.shadow.read(np.array([5]), place + 16, 16, 2)
+        batch.shadow.read(np.array([0]), place, 16, 2)
+        gate.arrive(batch.slots(0), np.arange(LANES)[None] == 0)
+        gate.complete(np.array([0]))
+        gate.wait(batch.slots(0))
+        batch.shadow.read(np.array([2]), place, 16, 3)
+        batch.shadow.write(np.array([2]), place, 16, 4)
+        assert not batch.findings
+
     @pytest.mark.parametrize("synced", [True, False])
     def test_stmatrix_writes_other_lanes_registers(self, batch: Batch, synced: bool) -> None:
         batch.shadow.write(batch.lanes(0), batch.places(0), 16, 1, aligned=True)

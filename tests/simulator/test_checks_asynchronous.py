@@ -254,6 +254,24 @@ class TestAsynchronousAgents:
         assert batch.kinds == ([] if fence in ("writer", "issuer") else [ASYNC])
         assert all("without a fence.proxy.async" in finding.message for finding in batch.findings)
 
+    @pytest.mark.parametrize("fenced", [True, False])
+    def test_one_lane_waits_fences_and_stores(self, fenced: bool) -> None:
+        """Of what others wrote, and of what it wrote itself while other lanes of its warp have writes outstanding."""
+        batch = Batch()
+        gate = Gate(batch.clocks)
+        store = batch.clocks.add_agent("bulk store")
+        batch.write(1)
+        gate.arrive(batch.slots(1))
+        gate.complete(np.array([0]))
+        gate.wait(batch.slots(0), ONE_LANE)
+        batch.write(0, base=512)
+        if fenced:
+            batch.clocks.fence_proxy_async(batch.slots(0))
+        batch.clocks.pass_on(batch.slots(0), store, ONE_LANE)
+        batch.shadow.begin_read(store * LANES, np.array([0]), 16, 60)
+        batch.shadow.begin_read(store * LANES, np.array([512]), 16, 61)
+        assert batch.kinds == ([] if fenced else [ASYNC, ASYNC])
+
     @pytest.mark.parametrize("copy", ["cp.async", "bulk"])
     def test_what_copies_brought_needs_no_fence(self, copy: str) -> None:
         batch = Batch()
@@ -314,3 +332,25 @@ class TestSynchronisationObjects:
             batch.sync(0, 1)
         batch.read(0)
         assert RACE in batch.kinds or synced
+
+    def test_several_lanes_add_and_one_of_them_reads(self) -> None:
+        """Whichever lane's atomic is the last one that the shadow holds."""
+        batch = Batch()
+        batch.write(0)
+        batch.sync(0, 1)
+        batch.shadow.atomic(batch.lanes(0)[:2], np.zeros(2, np.int64), 16, 2)
+        batch.shadow.read(batch.lanes(0)[:1], np.zeros(1, np.int64), 16, 3)
+        batch.shadow.read(batch.lanes(0)[1:2], np.zeros(1, np.int64), 16, 3)
+        assert batch.kinds == [RACE, RACE]
+
+    def test_a_write_after_the_atomics_of_several_warps(self) -> None:
+        """Warp 1's, the last, is ordered; warp 0's is not."""
+        batch = Batch(warps=3)
+        batch.write(2)
+        batch.sync(0, 1, 2)
+        for warp in (0, 1):
+            batch.shadow.atomic(batch.lanes(warp)[:1], np.zeros(1, np.int64), 16, 2)
+        batch.sync(1, 2)
+        batch.write(2, instruction=3)
+        (finding,) = batch.findings
+        assert "read by warp 0 lane 0" in finding.message

@@ -105,7 +105,7 @@ def a_fragment(mma: Any, tile: Any, case: Case) -> Any:
     return fragment
 
 
-def tiled_mma(case: Case) -> Any:
+def tiled_mma(case: Case, warpgroups: int = 1) -> Any:
     shape = (64, case.n, case.k_of_instruction)
     source = OperandSource.SMEM if case.a else OperandSource.RMEM
     majors = [OperandMajorMode.MN if name.startswith("MN") else OperandMajorMode.K for name in (case.a, case.b)]
@@ -115,7 +115,7 @@ def tiled_mma(case: Case) -> Any:
         op = MmaI8Op(cutlass.Int8, cutlass.Int8, cutlass.Int32, shape, source, *majors)
     else:
         op = MmaF8Op(dtype(case), dtype(case), cutlass.Float32, shape, source, *majors)
-    return cute.make_tiled_mma(cute.make_mma_atom(op))
+    return cute.make_tiled_mma(cute.make_mma_atom(op), (warpgroups, 1, 1))
 
 
 def tile_layout(name: str, rows: int, case: Case) -> Any:

@@ -76,7 +76,12 @@ def _shared_cells(machine: Machine, instruction: Instruction, operand: Any, dtyp
         access.count(group, flat, active)
         if machine.shadow is not None and len(flat):
             machine.shadow.atomic(lanes, flat, dtype.itemsize, instruction.index)
-        return [(cells, place) for place in (flat // dtype.itemsize).tolist()]
+        found = [(cells, place) for place in (flat // dtype.itemsize).tolist()]
+        if active is None:
+            return found
+        right = iter(found)
+        taking_part = active if group.active is None else active[group.active]
+        return [next(right) if good else (None, 0) for good in taking_part.tolist()]
 
     return locate
 

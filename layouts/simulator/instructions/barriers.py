@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 IntArray = NDArray[np.int64]
 
+BARRIERS = 16  # of a CTA
+
 
 @dataclass
 class NamedBarrier:
@@ -56,14 +58,24 @@ def barrier(machine: Machine, instruction: Instruction) -> Control:
     count = reader(machine, instruction, instruction.operands[1], np.uint32) if instruction.operands[1:] else None
 
     def run(group: Group) -> list[Group]:
-        numbers = np.unique(read(group))
-        if len(numbers) != 1:
-            raise UnknownInstructionError(f"{instruction.text}: warps of a group name several barriers {numbers}")
-        expected = 0 if count is None else int(np.max(count(group)))
+        numbers = _of_warps(instruction, group, read(group))
+        counts = _of_warps(instruction, group, 0 if count is None else count(group))
+        pairs = sorted({*zip(numbers.tolist(), counts.tolist(), strict=True)})
+        if len(pairs) == 1:
+            return at_one(group, *pairs[0])
+        parts = [(group.part((numbers == number) & (counts == expected)), number, expected)
+                 for number, expected in pairs]  # fmt: skip
+        return [after for part in parts for after in at_one(*part)]
+
+    def at_one(group: Group, number: int, expected: int) -> list[Group]:
+        if number >= BARRIERS or expected % LANES:
+            text = f"{instruction.text}: barrier {number}, {expected} threads"
+            allowed = f"allowed are barriers 0 to {BARRIERS - 1}, and multiples of {LANES} threads"
+            machine.find("barrier", f"{text}; {allowed}", instruction)
         if group.active is not None and not (group.active | machine.exited[group.lanes]).all():
             text = f"{instruction.text}: only {group.num_lanes} lanes of {len(group.slots)} warps execute it"
             machine.find("divergence", text, instruction)
-        named = _barrier(machine, int(numbers[0]))
+        named = _barrier(machine, number)
         _arrive(machine, named, group, instruction, expected)
         if waits:
             named.waiting.append((group, instruction))
@@ -74,6 +86,17 @@ def barrier(machine: Machine, instruction: Instruction) -> Control:
         return released if waits else [*released, *go_on(machine, group, instruction.index + 1)]
 
     return run
+
+
+def _of_warps(instruction: Instruction, group: Group, values: Any) -> IntArray:
+    """The one value that the lanes of each warp have: (n,)."""
+    rows = np.broadcast_to(np.asarray(values), (len(group.slots) * LANES,)).astype(np.int64).reshape(-1, LANES)
+    here = group.by_warp()
+    first = rows[:, 0] if here is None else rows[np.arange(len(rows)), here.argmax(axis=1)]
+    differs = rows != first[:, None]
+    if (differs if here is None else differs & here).any():
+        raise UnknownInstructionError(f"{instruction.text}: lanes of a warp name several barriers or counts")
+    return first
 
 
 def _arrive(machine: Machine, named: NamedBarrier, group: Group, instruction: Instruction, expected: int) -> None:
@@ -149,12 +172,13 @@ def warp_sync(machine: Machine, instruction: Instruction) -> Handler:
 @dataclass
 class Mbarrier:
     """An mbarrier at one address of every CTA, by CTA: arrivals expected in a phase and missing in this one, bytes
-    missing, and how many phases are complete."""
+    missing, how many phases are complete, and whether it is initialised."""
 
     expected: IntArray
     missing: IntArray
     bytes: IntArray
     phases: IntArray
+    live: NDArray[np.bool_]
     gate: Gate | None
 
 
@@ -165,11 +189,12 @@ class Mbarriers:
         self.machine = machine
         self.by_address: dict[int, Mbarrier] = {}
 
-    def get(self, address: int, instruction: Instruction) -> Mbarrier | None:
+    def get(self, address: int, ctas: IntArray, instruction: Instruction) -> Mbarrier | None:
         found = self.by_address.get(address)
-        if found is None:
+        if found is None or not found.live[ctas].all():
             text = f"{instruction.text}: there is no initialised mbarrier at shared address {address:#x}"
             self.machine.find("barrier", text, instruction)
+            return None
         return found
 
     def init(self, lanes: IntArray, flat: IntArray, count: IntArray) -> None:
@@ -178,14 +203,18 @@ class Mbarriers:
             if address not in self.by_address:
                 expected, missing, nbytes, phases = np.zeros((4, machine.ctas), np.int64)
                 gate = Gate(machine.clocks) if machine.clocks is not None else None
-                self.by_address[address] = Mbarrier(expected, missing, nbytes, phases, gate)
+                live = np.zeros(machine.ctas, bool)
+                self.by_address[address] = Mbarrier(expected, missing, nbytes, phases, live, gate)
             mbarrier = self.by_address[address]
             ctas = machine.cta_of_lane[lanes[some]]
             mbarrier.expected[ctas] = mbarrier.missing[ctas] = count[some]
             mbarrier.bytes[ctas] = mbarrier.phases[ctas] = 0
+            mbarrier.live[ctas] = True
         machine.events += 1
 
     def at_addresses(self, lanes: IntArray, flat: IntArray) -> list[tuple[int, Any]]:
+        if not len(flat):
+            return []
         address = flat - self.machine.shared_base[lanes]
         first = int(address[0])
         if (address == first).all():
@@ -195,15 +224,17 @@ class Mbarriers:
     def expect_more(self, lanes: IntArray, flat: IntArray, instruction: Instruction) -> None:
         """An arrival that is to come counts as one more expected in this phase."""
         for address, some in self.at_addresses(lanes, flat):
-            mbarrier = self.get(address, instruction)
+            ctas = self.machine.cta_of_lane[lanes[some]]
+            mbarrier = self.get(address, ctas, instruction)
             if mbarrier is not None:
-                np.add.at(mbarrier.missing, self.machine.cta_of_lane[lanes[some]], 1)
+                np.add.at(mbarrier.missing, ctas, 1)
 
     def expect_bytes(self, lanes: IntArray, flat: IntArray, count: IntArray, instruction: Instruction) -> None:
         for address, some in self.at_addresses(lanes, flat):
-            mbarrier = self.get(address, instruction)
+            ctas = self.machine.cta_of_lane[lanes[some]]
+            mbarrier = self.get(address, ctas, instruction)
             if mbarrier is not None:
-                np.add.at(mbarrier.bytes, self.machine.cta_of_lane[lanes[some]], count[some])
+                np.add.at(mbarrier.bytes, ctas, count[some])
 
     def arrive(
         self, lanes: IntArray, flat: IntArray, count: IntArray, instruction: Instruction, agents: Any = None
@@ -215,10 +246,10 @@ class Mbarriers:
         """
         machine = self.machine
         for address, some in self.at_addresses(lanes, flat):
-            mbarrier = self.get(address, instruction)
+            ctas = machine.cta_of_lane[lanes[some]]
+            mbarrier = self.get(address, ctas, instruction)
             if mbarrier is None:
                 continue
-            ctas = machine.cta_of_lane[lanes[some]]
             if mbarrier.gate is not None:
                 slots = np.unique(lanes[some] // LANES) if agents is None else agents
                 active = None
@@ -239,10 +270,10 @@ class Mbarriers:
     ) -> None:
         """Bulk copies have brought so many bytes; ``agents`` as in ``arrive``."""
         for address, some in self.at_addresses(lanes, flat):
-            mbarrier = self.get(address, instruction)
+            ctas = self.machine.cta_of_lane[lanes[some]]
+            mbarrier = self.get(address, ctas, instruction)
             if mbarrier is None:
                 continue
-            ctas = self.machine.cta_of_lane[lanes[some]]
             if mbarrier.gate is not None:
                 mbarrier.gate.arrive(agents)
             np.subtract.at(mbarrier.bytes, ctas, count[some])
@@ -266,22 +297,31 @@ def mbarriers_of(machine: Machine) -> Mbarriers:
 
 
 class _Use:
-    """How an instruction finds its mbarrier: the lanes that take part and the place of each."""
+    """How an instruction finds its mbarrier: the lanes that take part and have a right address, and the place of
+    each. ``per_lane`` and ``spread`` go from the group's lanes to these and back."""
 
     def __init__(self, machine: Machine, instruction: Instruction, operand: Any, touches: bool = True):
         self.machine, self.instruction, self.touches = machine, instruction, touches
         self.access = SharedAccess(machine, instruction, operand, 8)
+        self.chosen: NDArray[np.bool_] | None = None
 
     def find(self, group: Group) -> tuple[IntArray, IntArray]:
         machine = self.machine
-        lanes, flat, _ = self.access.places(group)
+        lanes, flat, self.chosen = self.access.places(group)
         if self.touches and machine.shadow is not None and len(flat):
             machine.shadow.touch(lanes, flat, 8, self.instruction.index)
         return (np.arange(machine.num_lanes)[lanes] if isinstance(lanes, slice) else lanes), flat
 
     def per_lane(self, group: Group, values: Any) -> IntArray:
         wide = np.broadcast_to(np.asarray(values), (len(group.slots) * LANES,)).astype(np.int64)
-        return wide if group.active is None else wide[group.active]
+        return wide if self.chosen is None else wide[self.chosen]
+
+    def spread(self, values: NDArray[Any], fill: Any) -> NDArray[Any]:
+        if self.chosen is None:
+            return values
+        spread = np.full(len(self.chosen), fill, values.dtype)
+        spread[self.chosen] = values
+        return spread
 
 
 @instruction("mbarrier.init")
@@ -293,7 +333,7 @@ def init(machine: Machine, instruction: Instruction) -> Handler:
 
     def run(group: Group) -> None:
         lanes, flat = use.find(group)
-        if machine.shadow is not None:
+        if machine.shadow is not None and len(flat):
             machine.shadow.write(lanes, flat, 8, instruction.index)
         mbarriers.init(lanes, flat, use.per_lane(group, count(group)))
 
@@ -308,8 +348,11 @@ def invalidate(machine: Machine, instruction: Instruction) -> Handler:
 
     def run(group: Group) -> None:
         lanes, flat = use.find(group)
-        for address in np.unique(flat - machine.shared_base[lanes]).tolist():
-            mbarriers.by_address.pop(address, None)
+        for address, some in mbarriers.at_addresses(lanes, flat):
+            ctas = machine.cta_of_lane[lanes[some]]
+            mbarrier = mbarriers.get(address, ctas, instruction)
+            if mbarrier is not None:
+                mbarrier.live[ctas] = False
 
     return run
 
@@ -333,9 +376,13 @@ def arrive(machine: Machine, instruction: Instruction) -> Handler:
             return
         given = use.per_lane(group, number(group))
         if state is not None:
-            first = mbarriers.get(int(flat[0] - machine.shared_base[lanes[0]]), instruction)
-            if first is not None:
-                write(group, first.phases[machine.cta_of_lane[group.lanes]].astype(np.uint64))
+            phases = np.zeros(len(lanes), np.uint64)
+            for address, some in mbarriers.at_addresses(lanes, flat):
+                ctas = machine.cta_of_lane[lanes[some]]
+                mbarrier = mbarriers.get(address, ctas, instruction)
+                if mbarrier is not None:
+                    phases[some] = mbarrier.phases[ctas]
+            write(group, use.spread(phases, 0))
         if expects:
             mbarriers.expect_bytes(lanes, flat, given, instruction)
         mbarriers.arrive(lanes, flat, np.ones_like(given) if expects else given, instruction)
@@ -384,18 +431,16 @@ def test_wait(machine: Machine, instruction: Instruction) -> Control:
             return go_on(machine, group, instruction.index + 1)
         group.polled = -1
         for address, some in mbarriers.at_addresses(lanes, flat):
-            mbarrier = mbarriers.get(address, instruction)
+            ctas = machine.cta_of_lane[lanes[some]]
+            mbarrier = mbarriers.get(address, ctas, instruction)
             if mbarrier is None:
                 done[some] = True
                 continue
-            now = mbarrier.phases[machine.cta_of_lane[lanes[some]]]
+            now = mbarrier.phases[ctas]
             done[some] = (now & 1) != (phase[some] & 1) if parity else now > phase[some]
             if mbarrier.gate is not None and done[some].any():
                 _acquire(mbarrier.gate, lanes[some][done[some]])
-        spread = done
-        if group.active is not None:
-            spread = np.zeros(len(group.active), bool)
-            spread[group.active] = done
+        spread = use.spread(done, True)  # a wait at a wrong address is a finding already
         write(group, spread)
         if done.all():
             return go_on(machine, group, instruction.index + 1)

@@ -21,11 +21,18 @@ def _pair(instruction: Instruction) -> tuple[Any, Any]:
     return (first.first, first.second) if isinstance(first, PredicatePair) else (first, None)
 
 
-def check_members(machine: Machine, instruction: Instruction, group: Group, members: Any) -> None:
-    """All lanes that the mask names must be here, and no others."""
+def check_members(machine: Machine, instruction: Instruction, group: Group, members: Any) -> Any:
+    """All lanes that the mask names must be here, and no others. Returns the mask of each warp, (n,).
+
+    Raises:
+        UnknownInstructionError: lanes of a warp come with different masks.
+    """
     here = np.ones((len(group.slots), LANES), bool) if group.active is None else group.active.reshape(-1, LANES)
     bits = np.broadcast_to(np.asarray(members, np.uint32), (len(group.slots) * LANES,)).reshape(-1, LANES)
-    named = (bits[:, :1] >> np.arange(LANES, dtype=np.uint32)) & 1 != 0
+    mask = bits[np.arange(len(bits)), here.argmax(axis=1)]  # lanes that are not here may have anything
+    if ((bits != mask[:, None]) & here).any():
+        raise UnknownInstructionError(f"{instruction.text}: lanes of a warp that name different members")
+    named = (mask[:, None] >> np.arange(LANES, dtype=np.uint32)) & 1 != 0
     exited = machine.exited.reshape(-1, LANES)[group.slots]
     missing = named & ~here & ~exited
     if missing.any() or (here & ~named).any():
@@ -33,6 +40,7 @@ def check_members(machine: Machine, instruction: Instruction, group: Group, memb
         what = "is named by the mask but not here" if missing.any() else "is here but not named by the mask"
         name = machine.lane_name(int(group.slots[warp]) * LANES + lane)
         machine.find("divergence", f"{instruction.text}: {name} {what}", instruction)
+    return mask
 
 
 @instruction("shfl.sync")
@@ -125,9 +133,8 @@ def elect(machine: Machine, instruction: Instruction) -> Handler:
     write, write_found = writer(machine, instruction, target, np.uint32), writer(machine, instruction, found, bool)
 
     def run(group: Group) -> None:
-        mask = np.broadcast_to(members(group), (len(group.slots) * LANES,)).reshape(-1, LANES)[:, :1]
-        check_members(machine, instruction, group, mask.repeat(LANES, axis=1).ravel())
-        named = (mask >> np.arange(LANES, dtype=np.uint32)) & 1 != 0
+        mask = check_members(machine, instruction, group, members(group))
+        named = (mask[:, None] >> np.arange(LANES, dtype=np.uint32)) & 1 != 0
         leader = named.argmax(axis=1)[:, None]
         write(group, np.broadcast_to(leader, named.shape).astype(np.uint32).ravel())
         write_found(group, (np.arange(LANES) == leader).ravel())

@@ -103,12 +103,17 @@ def _load_local(machine: Machine, instruction: Instruction, form: _Form, writes:
 
 
 def _local_places(machine: Machine, instruction: Instruction, group: Group, address: Any, width: int) -> Any:
-    wrong = (address < 0) | (address + width > machine.local.shape[1])
-    if group.active is not None:
-        wrong &= group.active
-    if wrong.any():
-        text = f"{instruction.text}: local address {int(address[wrong][0]):#x} beyond {machine.local.shape[1]} bytes"
-        machine.find("out_of_bounds", text, instruction, int(wrong.sum()))
+    outside = (address < 0) | (address + width > machine.local.shape[1])
+    for kind, wrong, what in (
+        ("out_of_bounds", outside, f"is not in the thread's {machine.local.shape[1]} bytes"),
+        ("misaligned", ~outside & (address & (width - 1) != 0), f"is not a multiple of {width}"),
+    ):
+        wrong = wrong if group.active is None else wrong & group.active
+        if wrong.any():
+            position = int(np.flatnonzero(wrong)[0])
+            name = machine.lane_name(int(group.slots[position // LANES]) * LANES + position % LANES)
+            text = f"{name}: {instruction.text}: local address {int(address[position]):#x} {what}"
+            machine.find(kind, text, instruction, int(wrong.sum()))
     return np.clip(address, 0, machine.local.shape[1] - width)[:, None] + np.arange(width)
 
 

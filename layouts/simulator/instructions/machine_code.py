@@ -30,7 +30,9 @@ Builder = Callable[["Machine", Instruction], Handler]
 BUILDERS: dict[str, Builder] = {}
 CONTROLS: dict[str, Callable[[Machine, Instruction], Control]] = {}
 
-_MODULES = ("movement", "loads", "exchange", "matrix", "asynchronous", "bulk", "atomics", "barriers", "branches")
+_MODULES = (
+    "movement", "loads", "exchange", "matrix", "asynchronous", "bulk", "wgmma", "atomics", "barriers", "branches",
+)  # fmt: skip
 
 
 def instruction(*opcodes: str) -> Callable[[Builder], Builder]:
@@ -111,8 +113,8 @@ def go_on(machine: Machine, group: Group, pc: int) -> list[Group]:
 
 
 def _checked_control(machine: Machine, instruction: Instruction, built: Control) -> Control:
-    if not machine.reads_unwritten(instruction.index):
-        return built
+    if not machine.reads_unwritten(instruction.index) or instruction.opcode.startswith("wgmma.mma_async"):
+        return built  # wgmma checks for itself: it need not read its accumulators
 
     def checked(group: Group) -> list[Group]:
         machine.check_written(instruction.index, group)
@@ -124,13 +126,18 @@ def _checked_control(machine: Machine, instruction: Instruction, built: Control)
 def _handler(machine: Machine, instruction: Instruction) -> Handler:
     built = _build(machine, instruction)
     index = instruction.index
+    guard = frozenset(instruction.guard[:1] if instruction.guard else ())
     if machine.reads_unwritten(index):
         inner = built
 
         def built(group: Group) -> None:
-            machine.check_written(index, group)
+            machine.check_written(index, group, guard)
             inner(group)
 
+    if index in machine.early_uses:
+        from layouts.simulator.instructions.wgmma import watched
+
+        built = watched(machine, instruction, built)
     return built if instruction.guard is None else _guarded(machine, instruction, built)
 
 
@@ -147,8 +154,12 @@ def _guarded(machine: Machine, instruction: Instruction, handler: Handler) -> Ha
     register, negated = instruction.guard  # type: ignore[misc]
     row = machine.row(register)
     left_out = machine.counters.lanes
+    others = machine.registers_to_check(instruction.index) - {register}
+    watched = len(others) < len(machine.registers_to_check(instruction.index))
 
     def run(group: Group) -> None:
+        if watched:  # by all lanes, not only those that take part
+            machine.check_written(instruction.index, group, others)
         takes_part = row[group.lanes]
         if negated:
             takes_part = ~takes_part

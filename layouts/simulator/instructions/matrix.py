@@ -153,7 +153,8 @@ def fused_runs(machine: Machine, instructions: list[Instruction]) -> list[Instru
         written.clear()
 
     for each in instructions:
-        if each.base != "mma" or each.guard is not None or machine.reads_unwritten(each.index):
+        watched = machine.reads_unwritten(each.index) or each.index in machine.early_uses
+        if each.base != "mma" or each.guard is not None or watched:
             close()
             result.append(each)
             continue
