@@ -12,6 +12,7 @@ import numpy as np
 from layouts.simulator import scheduler
 from layouts.simulator.arguments import is_array, is_dsl_tensor, map_leaves
 from layouts.simulator.counters import InstructionCounts
+from layouts.simulator.errors import SimulatorError
 from layouts.simulator.launch import Launch, capture, launch_of_ptx
 from layouts.simulator.machine import Counters, Machine
 from layouts.simulator.memory import GlobalMemory
@@ -94,12 +95,22 @@ def _kernel(ptx: str, entry: str) -> Kernel:
     return parse(ptx, entry)
 
 
+def _refuse_clusters(launch: Launch, kernel: Kernel) -> None:
+    """CTAs run alone: a kernel may be launched in clusters only if it does not ask where in one it is."""
+    if launch.cluster == (1, 1, 1):
+        return
+    for instruction in kernel.instructions:
+        if "%cluster" in instruction.text or "%is_explicit_cluster" in instruction.text:
+            raise SimulatorError(f"{instruction.text}: clusters are not modelled, and the launch has {launch.cluster}")
+
+
 def run_launch(
     launch: Launch, memory: GlobalMemory, *, schedule: str = "lockstep", seed: int = 0, checked: bool = True
 ) -> Report:
     """Run one launch over memory whose addresses its parameters hold; the other arguments are those of ``simulate``."""
     started = time.perf_counter()
     kernel = _kernel(launch.ptx, launch.kernel)
+    _refuse_clusters(launch, kernel)
     parameters = bytearray(kernel.parameter_bytes)
     for parameter, value in zip(kernel.parameters, launch.parameters, strict=True):
         parameters[parameter.offset : parameter.offset + parameter.size] = value[: parameter.size]

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from layouts.simulator.errors import SimulatorError
 from layouts.simulator.report import Report
 from layouts.simulator.simulate import simulate
 from tests.simulator import kernels
@@ -103,3 +104,12 @@ def test_a_tile_by_tensor_map(tmp_path: Path, schedule: str) -> None:
     assert not report.findings
     rows = [source[i, j : j + 64] for i in (0, 64) for j in (0, 64, 128)]
     assert any((out == row).all() for row in rows)  # the blocks of the grid write the same place
+
+
+def test_a_kernel_that_asks_for_its_place_in_a_cluster_is_refused() -> None:
+    body = BODY.replace("    mov.u32 %r1, %tid.x;\n", "    mov.u32 %r1, %tid.x;\n    mov.u32 %r6, %cluster_ctarank;\n")
+    text = HEAD + body
+    assert run(body)[1]  # alone it is the first
+    in_clusters = text.replace("{\n    .reg", ".reqnctapercluster 2, 1, 1\n{\n    .reg", 1)
+    with pytest.raises(SimulatorError, match="%cluster_ctarank: clusters are not modelled"):
+        simulate(in_clusters, [np.zeros(128, np.int32), np.zeros(128, np.int32)], grid=2, block=128)
