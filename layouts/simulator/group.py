@@ -59,9 +59,9 @@ class Group:
     def num_lanes(self) -> int:
         return len(self.slots) * LANES if self.active is None else int(np.count_nonzero(self.active))
 
-    def by_warp(self) -> BoolArray | None:
-        """``active`` as (n, 32)."""
-        return None if self.active is None else self.active.reshape(-1, LANES)
+    def rows(self) -> BoolArray:
+        """The lanes that take part, (n, 32)."""
+        return np.ones((len(self.slots), LANES), bool) if self.active is None else self.active.reshape(-1, LANES)
 
     def lane_numbers(self) -> IntArray:
         """The numbers on the lane axis of the lanes that take part."""
@@ -81,14 +81,21 @@ def lanes_of(slots: IntArray) -> Lanes:
     return (slots[:, None] * LANES + np.arange(LANES)).ravel()
 
 
+def by_slot(lanes: IntArray) -> tuple[IntArray, BoolArray | None]:
+    """The slots of lanes, ascending, and which lanes of each there are, (n, 32); None if all are."""
+    slots = np.unique(lanes // LANES)
+    if len(lanes) == len(slots) * LANES:
+        return slots, None
+    active = np.zeros((len(slots), LANES), bool)
+    active[np.searchsorted(slots, lanes // LANES), lanes % LANES] = True
+    return slots, active
+
+
 def merged(groups: list[Group]) -> Group:
     """Groups of different warps at the same place, as one."""
     slots = np.concatenate([group.slots for group in groups])
     order = np.argsort(slots, kind="stable")
     active = None
     if any(group.active is not None for group in groups):
-        rows = [
-            np.ones((len(g.slots), LANES), bool) if g.active is None else g.active.reshape(-1, LANES) for g in groups
-        ]
-        active = np.concatenate(rows)[order].ravel()
+        active = np.concatenate([group.rows() for group in groups])[order].ravel()
     return Group(groups[0].pc, slots[order], active, groups[0].frames)

@@ -17,7 +17,7 @@ from layouts.simulator.clocks import Clocks
 from layouts.simulator.definition import maybe_unwritten
 from layouts.simulator.errors import UnknownInstructionError
 from layouts.simulator.flow import Block, blocks_of, meeting_points
-from layouts.simulator.group import LANES, Group
+from layouts.simulator.group import LANES, Group, Lanes
 from layouts.simulator.in_flight import early_uses
 from layouts.simulator.memory import AddressError, GlobalMemory
 from layouts.simulator.operands import RAW
@@ -204,6 +204,10 @@ class Machine:
         lane = int(lanes[error.position])
         kind = "misaligned" if "multiple" in error.problem else "out_of_bounds"
         self.find(kind, f"{self.lane_name(lane)}: {instruction.text}: {error.problem}", instruction)
+
+    def lane_numbers(self, lanes: Lanes) -> NDArray[np.int64]:
+        """The numbers on the lane axis of lanes that may be given as a slice."""
+        return np.arange(self.num_lanes)[lanes] if isinstance(lanes, slice) else lanes
 
     def lane_name(self, lane: int) -> str:
         """For messages: a lane of the lane axis."""

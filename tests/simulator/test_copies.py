@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.simulator.module import launch, place
-from tests.simulator.small import kinds
+from tests.simulator.small import kinds, run
 
 SCHEDULES = ("lockstep", "serial", "reversed", "random")
 every_schedule = pytest.mark.parametrize("schedule", SCHEDULES)
@@ -224,3 +224,27 @@ NEXT:
         assert old in body
         report = launch(body.replace(old, new, 1), source, out, block=64, schedule=schedule)
         assert report.findings, (old, new)
+
+
+def test_an_arrival_that_waits_for_copies_closes_no_group() -> None:
+    """wait_group 1 leaves the latest group in flight, whatever mbarrier the copies signal as well."""
+    body = """
+    add.s32 %r11, %r6, 1024;
+    setp.ne.s32 %p1, %r1, 0;
+    @%p1 bra ready;
+    mbarrier.init.shared.b64 [%r11], 32;
+ready:
+    bar.sync 0;
+    cp.async.ca.shared.global [%r7], [%rd1], 4;
+    cp.async.mbarrier.arrive.noinc.shared.b64 [%r11];
+    cp.async.commit_group;
+    cp.async.wait_group 1;
+    ld.shared.b32 %r5, [%r7];
+"""
+    source = np.arange(32, dtype=np.int32)
+    report, out = run(body, source)
+    assert "async" in kinds(report)
+    assert not (out == source).any()
+    report, out = run(body.replace("wait_group 1", "wait_group 0"), source)
+    assert not report.findings
+    assert (out == source).all()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,37 +22,46 @@ if TYPE_CHECKING:
 
 @dataclass
 class Copy:
-    """Copies of one cp.async that have not landed: by entry its lane, place, bytes and group's number."""
+    """Copies of one cp.async that have not landed: by entry its lane, place, bytes and group's number; and when it was
+    issued, as a number."""
 
     lanes: NDArray[np.int64]
     flat: NDArray[np.int64]
     data: NDArray[np.uint8]
     group: NDArray[np.int64]
+    issued: int
 
     def split(self, landed: NDArray[np.bool_]) -> tuple[Copy, Copy]:
         first, second = (
-            Copy(self.lanes[keep], self.flat[keep], self.data[keep], self.group[keep]) for keep in (landed, ~landed)
+            replace(self, lanes=self.lanes[k], flat=self.flat[k], data=self.data[k], group=self.group[k])
+            for k in (landed, ~landed)
         )
         return first, second
 
 
 class Copies:
-    """What is under way in a batch; ``committed`` counts the groups that each lane has closed."""
+    """What is under way in a batch; ``committed`` counts each lane's closed groups, ``issued`` the cp.async."""
 
     def __init__(self, machine: Machine):
         self.machine = machine
         self.flying: list[Copy] = []
         self.committed = np.zeros(machine.num_lanes, np.int64)
+        self.issued = 0
 
-    def land(self, limit: NDArray[np.int64], waits: NDArray[np.bool_], signalled: bool = False) -> None:
-        """Copies of waiting lanes whose group lies below the lane's limit land.
+    def add(self, lanes: NDArray[np.int64], flat: NDArray[np.int64], data: NDArray[np.uint8]) -> None:
+        self.flying.append(Copy(lanes, flat, data, self.committed[lanes], self.issued))
+        self.issued += 1
+
+    def land(self, is_due: Callable[[Copy], NDArray[np.bool_]], signalled: bool = False) -> None:
+        """Copies land.
 
         Args:
+            is_due: says of each entry of a copy whether it lands now.
             signalled: an mbarrier tells of it, not the wait of the lanes themselves.
         """
         still: list[Copy] = []
         for copy in self.flying:
-            landed = waits[copy.lanes] & (copy.group < limit[copy.lanes])
+            landed = is_due(copy)
             if landed.all():
                 self._write(copy, signalled)
             elif landed.any():
@@ -99,8 +109,7 @@ def copy(machine: Machine, instruction: Instruction) -> Handler:
     shared = SharedAccess(machine, instruction, target, width)
     unit = min(width, 8)
     far = GlobalAccess(machine, instruction, source, unit, width // unit)
-    read_bytes = reader(machine, instruction, more[0], np.int64) if _wide(more) else None
-    read_bytes = reader(machine, instruction, more[0], np.uint32) if more and read_bytes is None else read_bytes
+    read_bytes = reader(machine, instruction, more[0], np.uint32) if more else None
     copies = copies_of(machine)
 
     def run(group: Group) -> None:
@@ -108,25 +117,19 @@ def copy(machine: Machine, instruction: Instruction) -> Handler:
         if not len(flat):
             return
         shared.count(group, flat, active)
-        before = group.active
         kept = None if read_bytes is None else np.broadcast_to(read_bytes(group), (len(group.slots) * 32,))
         if kept is not None and not (kept == width).all():
             data = _partial(far, group, kept, width)
         else:
             data = far.load(group).view(np.uint8)
-        group.active = before
-        numbers = np.arange(machine.num_lanes)[lanes] if isinstance(lanes, slice) else lanes
+        numbers = machine.lane_numbers(lanes)
         if active is not None:
             data = data[active]
         if machine.shadow is not None:
             machine.shadow.begin_write(lanes, flat, width, instruction.index)
-        copies.flying.append(Copy(numbers, flat, data, copies.committed[numbers]))
+        copies.add(numbers, flat, data)
 
     return run
-
-
-def _wide(more: list) -> bool:
-    return bool(more) and getattr(more[0], "kind", "") == "b64"
 
 
 def _partial(far: GlobalAccess, group: Group, kept: Any, width: int) -> NDArray[np.uint8]:
@@ -165,7 +168,7 @@ def wait(machine: Machine, instruction: Instruction) -> Handler:
         waits = np.zeros(machine.num_lanes, bool)
         waits[group.lane_numbers()] = True
         limit = copies.committed + 1 if everything else copies.committed - pending
-        copies.land(limit, waits)
+        copies.land(lambda copy: waits[copy.lanes] & (copy.group < limit[copy.lanes]))
 
     return run
 
@@ -185,17 +188,15 @@ def signal(machine: Machine, instruction: Instruction) -> Handler:
 
     def run(group: Group) -> None:
         lanes, flat, _ = place.places(group)
-        numbers = np.arange(machine.num_lanes)[lanes] if isinstance(lanes, slice) else lanes
+        numbers = machine.lane_numbers(lanes)
         waits = np.zeros(machine.num_lanes, bool)
         waits[numbers] = True
-        reached = np.full(machine.num_lanes, -1, np.int64)
-        copies.committed[numbers] += 1  # what comes after does not belong to this arrival
-        reached[numbers] = copies.committed[numbers]
+        issued = copies.issued
         if counted:
             mbarriers.expect_more(numbers, flat, instruction)
 
         def complete() -> None:
-            copies.land(reached, waits, signalled=True)
+            copies.land(lambda copy: waits[copy.lanes] & (copy.issued < issued), signalled=True)
             slots = None if machine.clocks is None else np.unique(copies.agent()[machine.cta_of_lane[numbers]])
             mbarriers.arrive(numbers, flat, np.ones(len(numbers), np.int64), instruction, slots)
 

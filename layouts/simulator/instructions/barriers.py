@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from layouts.simulator.access import SharedAccess
 from layouts.simulator.clocks import Gate
 from layouts.simulator.errors import UnknownInstructionError
-from layouts.simulator.group import LANES, Group
+from layouts.simulator.group import LANES, Group, by_slot
 from layouts.simulator.instructions.exchange import check_members
 from layouts.simulator.instructions.machine_code import Control, Handler, control, go_on, instruction
 from layouts.simulator.operands import reader, writer
@@ -91,10 +91,9 @@ def barrier(machine: Machine, instruction: Instruction) -> Control:
 def _of_warps(instruction: Instruction, group: Group, values: Any) -> IntArray:
     """The one value that the lanes of each warp have: (n,)."""
     rows = np.broadcast_to(np.asarray(values), (len(group.slots) * LANES,)).astype(np.int64).reshape(-1, LANES)
-    here = group.by_warp()
-    first = rows[:, 0] if here is None else rows[np.arange(len(rows)), here.argmax(axis=1)]
-    differs = rows != first[:, None]
-    if (differs if here is None else differs & here).any():
+    here = group.rows()
+    first = rows[np.arange(len(rows)), here.argmax(axis=1)]
+    if ((rows != first[:, None]) & here).any():
         raise UnknownInstructionError(f"{instruction.text}: lanes of a warp name several barriers or counts")
     return first
 
@@ -251,12 +250,7 @@ class Mbarriers:
             if mbarrier is None:
                 continue
             if mbarrier.gate is not None:
-                slots = np.unique(lanes[some] // LANES) if agents is None else agents
-                active = None
-                if agents is None and len(lanes[some]) != len(slots) * LANES:
-                    active = np.zeros((len(slots), LANES), bool)
-                    active[np.searchsorted(slots, lanes[some] // LANES), lanes[some] % LANES] = True
-                mbarrier.gate.arrive(slots, active)
+                mbarrier.gate.arrive(*(by_slot(lanes[some]) if agents is None else (agents, None)))
             mbarrier.missing -= np.bincount(ctas, count[some], machine.ctas).astype(np.int64)
             if (mbarrier.missing < 0).any():
                 cta = int(np.flatnonzero(mbarrier.missing < 0)[0])
@@ -310,7 +304,7 @@ class _Use:
         lanes, flat, self.chosen = self.access.places(group)
         if self.touches and machine.shadow is not None and len(flat):
             machine.shadow.touch(lanes, flat, 8, self.instruction.index)
-        return (np.arange(machine.num_lanes)[lanes] if isinstance(lanes, slice) else lanes), flat
+        return machine.lane_numbers(lanes), flat
 
     def per_lane(self, group: Group, values: Any) -> IntArray:
         wide = np.broadcast_to(np.asarray(values), (len(group.slots) * LANES,)).astype(np.int64)
@@ -439,7 +433,7 @@ def test_wait(machine: Machine, instruction: Instruction) -> Control:
             now = mbarrier.phases[ctas]
             done[some] = (now & 1) != (phase[some] & 1) if parity else now > phase[some]
             if mbarrier.gate is not None and done[some].any():
-                _acquire(mbarrier.gate, lanes[some][done[some]])
+                mbarrier.gate.wait(*by_slot(lanes[some][done[some]]))
         spread = use.spread(done, True)  # a wait at a wrong address is a finding already
         write(group, spread)
         if done.all():
@@ -449,19 +443,10 @@ def test_wait(machine: Machine, instruction: Instruction) -> Control:
     return run
 
 
-def _acquire(gate: Gate, lanes: IntArray) -> None:
-    slots = np.unique(lanes // LANES)
-    active = None
-    if len(lanes) != len(slots) * LANES:
-        active = np.zeros((len(slots), LANES), bool)
-        active[np.searchsorted(slots, lanes // LANES), lanes % LANES] = True
-    gate.wait(slots, active)
-
-
 def _stall(machine: Machine, group: Group, done: Any, pc: int) -> list[Group]:
     """Warps with a lane that found its phase incomplete go on when something has happened."""
     rows = done.reshape(-1, LANES)
-    here = np.ones(rows.shape, bool) if group.active is None else group.active.reshape(-1, LANES)
+    here = group.rows()
     waits = (here & ~rows).any(axis=1)
     groups: list[Group] = []
     if (~waits).any():

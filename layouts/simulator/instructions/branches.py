@@ -102,7 +102,7 @@ def _with_lanes(group: Group, lanes: BoolArray, pc: int, frames: tuple[Frame, ..
 def arrive(machine: Machine, group: Group) -> list[Group]:
     """Lanes come to where they meet those that they parted from: warps that are complete go on."""
     frame = group.frames[-1]
-    rows = np.ones((len(group.slots), LANES), bool) if group.active is None else group.active.reshape(-1, LANES)
+    rows = group.rows()
     for slot, lanes in zip(group.slots.tolist(), rows, strict=True):
         frame.arrived[slot] = frame.arrived.get(slot, False) | lanes
         frame.missing[slot] &= ~lanes
@@ -125,7 +125,7 @@ def leave(machine: Machine, group: Group) -> list[Group]:
     """Threads end: nobody waits for them at a meeting point or a barrier of the whole CTA any more."""
     machine.exited[group.lane_numbers()] = True
     machine.events += 1
-    rows = np.ones((len(group.slots), LANES), bool) if group.active is None else group.active.reshape(-1, LANES)
+    rows = group.rows()
     groups: list[Group] = []
     for depth in range(len(group.frames) - 1, -1, -1):
         frame = group.frames[depth]

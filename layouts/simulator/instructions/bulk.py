@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from layouts.simulator.access import SharedAccess, address_reader
 from layouts.simulator.errors import UnknownInstructionError
-from layouts.simulator.group import LANES, Group
+from layouts.simulator.group import LANES, Group, by_slot
 from layouts.simulator.instructions.barriers import mbarriers_of
 from layouts.simulator.instructions.machine_code import Handler, instruction
 from layouts.simulator.machine import PARAMETER_SPACE
@@ -92,10 +92,6 @@ def _chunks(transfer: Transfer, lanes: IntArray, base: IntArray) -> _Chunks:
     return _Chunks(lanes[copies], chunk * CHUNK + base[copies])
 
 
-def _lanes(machine: Machine, lanes: Any) -> IntArray:
-    return np.arange(machine.num_lanes)[lanes] if isinstance(lanes, slice) else lanes
-
-
 def _agent(machine: Machine) -> IntArray:
     """The slots of the agent that carries out bulk copies, by CTA."""
     if "bulk agent" not in machine.state:
@@ -107,9 +103,7 @@ def _agent(machine: Machine) -> IntArray:
 def _issue(machine: Machine, group: Group, lanes: IntArray) -> None:
     """What the issuing threads did happens before the copy."""
     assert machine.clocks is not None
-    slots = np.unique(lanes // LANES)
-    active = np.zeros((len(slots), LANES), bool)
-    active[np.searchsorted(slots, lanes // LANES), lanes % LANES] = True
+    slots, active = by_slot(lanes)
     machine.clocks.pass_on(slots, np.unique(_agent(machine)[machine.cta_of_lane[lanes]]), giving=active)
 
 
@@ -134,7 +128,7 @@ def _load(machine: Machine, instruction: Instruction) -> Handler:
 
     def run(group: Group) -> None:
         found, flat, _ = near.places(group)
-        lanes = _lanes(machine, found)
+        lanes = machine.lane_numbers(found)
         _, flat_barrier, _ = gate.places(group)
         base = machine.shared_base[lanes]
         transfer, reported = far.transfer(group, flat - base)
@@ -209,7 +203,7 @@ def _store(machine: Machine, instruction: Instruction) -> Handler:
 
     def run(group: Group) -> None:
         found, flat, _ = near.places(group)
-        lanes = _lanes(machine, found)
+        lanes = machine.lane_numbers(found)
         base = machine.shared_base[lanes]
         transfer, _ = far.transfer(group, flat - base)
         chunks = _chunks(transfer, lanes, base)
@@ -275,7 +269,5 @@ def finish(machine: Machine, read: _Read) -> None:
     agents = _agent(machine)
     agent_lanes = agents[machine.cta_of_lane[read.chunks.lanes]] * LANES
     machine.shadow.end_read(agent_lanes, read.chunks.flat, CHUNK, read.number)
-    slots = np.unique(read.lanes // LANES)
-    active = np.zeros((len(slots), LANES), bool)
-    active[np.searchsorted(slots, read.lanes // LANES), read.lanes % LANES] = True
+    slots, active = by_slot(read.lanes)
     machine.clocks.pass_on(np.unique(agents[machine.cta_of_lane[read.lanes]]), slots, taking=active)

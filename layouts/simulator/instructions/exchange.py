@@ -27,7 +27,7 @@ def check_members(machine: Machine, instruction: Instruction, group: Group, memb
     Raises:
         UnknownInstructionError: lanes of a warp come with different masks.
     """
-    here = np.ones((len(group.slots), LANES), bool) if group.active is None else group.active.reshape(-1, LANES)
+    here = group.rows()
     bits = np.broadcast_to(np.asarray(members, np.uint32), (len(group.slots) * LANES,)).reshape(-1, LANES)
     mask = bits[np.arange(len(bits)), here.argmax(axis=1)]  # lanes that are not here may have anything
     if ((bits != mask[:, None]) & here).any():
@@ -100,7 +100,7 @@ def vote(machine: Machine, instruction: Instruction) -> Handler:
         check_members(machine, instruction, group, members(group))
         count = len(group.slots)
         votes = np.broadcast_to(read(group), (count * LANES,)).reshape(count, LANES)
-        here = np.ones(votes.shape, bool) if group.active is None else group.active.reshape(-1, LANES)
+        here = group.rows()
         yes, no = (votes & here).any(axis=1), (~votes & here).any(axis=1)
         if mode == "ballot":
             bits = (votes & here) * (np.uint32(1) << np.arange(LANES, dtype=np.uint32))
@@ -118,7 +118,7 @@ def active_mask(machine: Machine, instruction: Instruction) -> Handler:
     write = writer(machine, instruction, instruction.operands[0], np.uint32)
 
     def run(group: Group) -> None:
-        here = np.ones((len(group.slots), LANES), bool) if group.active is None else group.active.reshape(-1, LANES)
+        here = group.rows()
         bits = (here * (np.uint32(1) << np.arange(LANES, dtype=np.uint32))).sum(axis=1, dtype=np.uint32)
         write(group, np.repeat(bits, LANES))
 
@@ -160,7 +160,7 @@ def reduce(machine: Machine, instruction: Instruction) -> Handler:
     def run(group: Group) -> None:
         check_members(machine, instruction, group, members(group))
         values = np.broadcast_to(read(group), (len(group.slots) * LANES,)).reshape(-1, LANES)
-        here = np.ones(values.shape, bool) if group.active is None else group.active.reshape(-1, LANES)
+        here = group.rows()
         neutral = {"add": 0, "or": 0, "xor": 0, "and": -1}.get(operation)
         if neutral is None:
             info = np.iinfo(dtype)

@@ -38,8 +38,8 @@ class _Rows:
         self.machine, self.instruction, self.matrices = machine, instruction, matrices
         self.access = SharedAccess(machine, instruction, operand, ROW_BYTES)
 
-    def find(self, group: Group) -> Any:
-        """Lanes and flat byte indices of the rows, (n * matrices * 8,) each, or None if some are wrong."""
+    def find(self, group: Group, write: bool) -> Any:
+        """The rows' indices in shared memory in units of a row, (n * matrices * 8,), or None if some are wrong."""
         machine, count = self.machine, self.matrices * MATRIX_ROWS
         if not needs_whole_warps(machine, self.instruction, group):
             return None
@@ -57,7 +57,10 @@ class _Rows:
         counters.wavefronts[index] += wavefronts.sum()
         counters.ideal_wavefronts[index] += ideal.sum()
         counters.bytes[index] += len(flat) * ROW_BYTES
-        return lanes, flat
+        if machine.shadow is not None:
+            check = machine.shadow.write if write else machine.shadow.read
+            check(lanes, flat, ROW_BYTES, index, aligned=True)
+        return flat // ROW_BYTES
 
 
 def _matrices(instruction: Instruction) -> tuple[int, bool]:
@@ -82,13 +85,10 @@ def load_matrices(machine: Machine, instruction: Instruction) -> Handler:
     shared = machine.shared.data.reshape(-1, ROW_BYTES)
 
     def run(group: Group) -> None:
-        found = rows.find(group)
+        found = rows.find(group, write=False)
         if found is None:
             return
-        lanes, flat = found
-        if machine.shadow is not None:
-            machine.shadow.read(lanes, flat, ROW_BYTES, instruction.index, aligned=True)
-        values = fragments.ldmatrix(shared[flat // ROW_BYTES].reshape(-1, count, MATRIX_ROWS, ROW_BYTES), transpose)
+        values = fragments.ldmatrix(shared[found].reshape(-1, count, MATRIX_ROWS, ROW_BYTES), transpose)
         for write, value in zip(writes, values, strict=True):
             write(group, value.ravel())
 
@@ -105,14 +105,9 @@ def store_matrices(machine: Machine, instruction: Instruction) -> Handler:
     shared = machine.shared.data.reshape(-1, ROW_BYTES)
 
     def run(group: Group) -> None:
-        found = rows.find(group)
-        if found is None:
-            return
-        lanes, flat = found
-        if machine.shadow is not None:
-            machine.shadow.write(lanes, flat, ROW_BYTES, instruction.index, aligned=True)
-        registers = _stack(group, reads)
-        shared[flat // ROW_BYTES] = fragments.stmatrix(registers, transpose).reshape(-1, ROW_BYTES)
+        found = rows.find(group, write=True)
+        if found is not None:
+            shared[found] = fragments.stmatrix(_stack(group, reads), transpose).reshape(-1, ROW_BYTES)
 
     return run
 
