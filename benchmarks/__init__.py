@@ -1,0 +1,1 @@
+"""Speed against the peers, one module per table: ``python -m benchmarks --help``."""

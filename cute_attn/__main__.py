@@ -1,0 +1,231 @@
+"""Fill, show and clear the cache of compiled kernels, and show what a kernel's machine code holds."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+
+from cute_attn import __version__
+from cute_attn.arch import ARCHS, Arch, arch_by_name
+from cute_attn.compiler import cache, inventory, kernel_sets, workers
+from cute_attn.configs import default_config, parse_config
+from cute_attn.problem import KernelSpec, PrefillProblem
+
+ERROR_STATUS = 2
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns the process's exit status."""
+    options = _parser().parse_args(arguments)
+    try:
+        status: int = options.run(options)
+        return status
+    except BrokenPipeError:  # the reader, `head` say, has seen enough; keep Python from flushing into the closed pipe
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except KeyboardInterrupt:
+        return 130
+    except (ValueError, RuntimeError, OSError) as error:
+        return _fail(str(error))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m cute_attn",
+        description=__doc__,
+        epilog="To see attention run, checked and timed on this machine: python -m cute_attn.demo",
+    )
+    parser.add_argument("--version", action="version", version=f"cute_attn {__version__}")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="{build,cache,inspect}")
+    _add_build(commands)
+    _add_cache(commands)
+    _add_inspect(commands)
+    return parser
+
+
+def _add_build(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    build = commands.add_parser(
+        "build",
+        help="compile kernels into the cache; needs no GPU",
+        description="Compile kernels into the cache, or find them there. No GPU is needed. The set is the core "
+        "kernels (dense, head dims 64 and 128, both dtypes, causal and not), or with --all also head dims 32, 96, 192 "
+        "and 256, windows, packed sequences and the log-sum-exp: 144 kernels an architecture. The cache is good for "
+        "processors with the instruction sets of this one.",
+    )
+    build.add_argument(
+        "--arch",
+        nargs="+",
+        metavar="ARCH",
+        help=f"compile for these: {', '.join(arch.gpu_arch for arch in ARCHS.values())} (default: this machine's)",
+    )
+    build.add_argument("--all", action="store_true", help="the large set instead of the core kernels")
+    build.add_argument("--jobs", type=_positive, metavar="N", help="at most N processes (default: one a core)")
+    build.add_argument("--json", action="store_true", help="print the outcome of each kernel as JSON")
+    build.add_argument(workers.PROTOCOL_OPTION, action="store_true", dest="from_stdin", help=argparse.SUPPRESS)
+    build.set_defaults(run=_build)
+
+
+def _add_cache(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    show = commands.add_parser(
+        "cache",
+        help="show or clear the compiled kernels on disk",
+        description="Show the compiled kernels on disk. A kernel is stale if another compiler, Python, processor or "
+        "state of the sources made it: it is never used, and may be cleared.",
+    )
+    which = show.add_mutually_exclusive_group()
+    which.add_argument("--clear", action="store_true", help="delete all of them")
+    which.add_argument("--clear-stale", action="store_true", help="delete those that are stale")
+    show.add_argument("--json", action="store_true", help="print JSON; with a deletion, of what was deleted")
+    show.set_defaults(run=_cache)
+
+
+def _add_inspect(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    inspect = commands.add_parser(
+        "inspect",
+        help="registers, spills, shared memory and instruction counts of a kernel; needs no GPU",
+        description="Compile one kernel and show what its machine code uses and does. No GPU is needed.",
+    )
+    inspect.add_argument("kernel", choices=["prefill"])
+    inspect.add_argument("--head-dim", type=_positive, required=True, metavar="D", help="of q and k")
+    inspect.add_argument("--head-dim-v", type=_positive, metavar="D", help="of v (default: that of q and k)")
+    inspect.add_argument("--arch", metavar="ARCH", help="for instance sm_80 (default: this machine's first)")
+    inspect.add_argument("--dtype", choices=kernel_sets.DTYPES, default=kernel_sets.DTYPES[0])
+    inspect.add_argument("--causal", action="store_true")
+    inspect.add_argument("--window", action="store_true", help="bounded on both sides")
+    inspect.add_argument("--varlen", action="store_true", help="packed sequences")
+    inspect.add_argument("--lse", action="store_true", help="with the log-sum-exp")
+    inspect.add_argument("--config", metavar="NAME", help="a tiling by name (default: the tuned one)")
+    inspect.add_argument("--json", action="store_true", help="print JSON")
+    inspect.set_defaults(run=_inspect)
+
+
+def _build(options: argparse.Namespace) -> int:
+    if options.from_stdin:
+        workers.serve(sys.stdin, sys.stdout)
+        return 0
+    kernels = kernel_sets.all_kernels if options.all else kernel_sets.core_kernels
+    specs = [spec for arch in _archs(options.arch) for spec in kernels(arch)]
+    with _cache_errors():
+        outcomes = workers.build(specs, options.jobs)
+    if options.json:
+        print(json.dumps([{**asdict(outcome), "kernel": outcome.spec.name} for outcome in outcomes], indent=2))
+    else:
+        _print_outcomes(outcomes)
+    return 0 if all(outcome.ok for outcome in outcomes) else ERROR_STATUS
+
+
+def _print_outcomes(outcomes: Sequence[workers.Outcome]) -> None:
+    compiled = sum(outcome.status == "compiled" for outcome in outcomes)
+    found = sum(outcome.status == "found" for outcome in outcomes)
+    print(f"{compiled} compiled, {found} found, {len(outcomes) - compiled - found} failed, in {cache.cache_dir()}")
+    for outcome in outcomes:
+        if not outcome.ok:
+            _fail(f"kernel {outcome.spec.name} {outcome.status}: {outcome.reason}")
+
+
+def _cache(options: argparse.Namespace) -> int:
+    with _cache_errors():
+        kernels = inventory.cached_kernels()
+        if options.clear or options.clear_stale:
+            kernels = [kernel for kernel in kernels if options.clear or kernel.stale]
+            inventory.delete(kernels)
+    if options.json:
+        rows = [
+            {**asdict(kernel), "age_seconds": round(kernel.age_seconds), "path": str(kernel.path)} for kernel in kernels
+        ]
+        print(json.dumps({"folder": str(cache.cache_dir()), "kernels": rows}, indent=2))
+    else:
+        number = f"{len(kernels)} kernel{'s' * (len(kernels) != 1)}"
+        size = f"{sum(kernel.size_bytes for kernel in kernels) / 2**20:.1f} MiB"
+        deleted = "deleted from" if options.clear or options.clear_stale else "in"
+        print(f"{number}, {size}, {deleted} {cache.cache_dir()}")
+        _print_kernels(kernels)
+    return 0
+
+
+def _print_kernels(kernels: Sequence[inventory.CachedKernel]) -> None:
+    width = max((len(kernel.kernel) for kernel in kernels), default=0)
+    for kernel in kernels:
+        size, age = f"{kernel.size_bytes / 1024:.0f} KiB", f"{_age(int(kernel.age_seconds))} old"
+        note = "  stale" if kernel.stale else ""
+        print(f"{kernel.kernel:<{width}}  {kernel.gpu_arch:<8}{size:>9}  {age:>14}{note}")
+
+
+def _age(seconds: int) -> str:
+    for unit, length in (("day", 86400), ("hour", 3600), ("minute", 60)):
+        if seconds >= length:
+            number = seconds // length
+            return f"{number} {unit}{'s' if number > 1 else ''}"
+    return f"{seconds} s"
+
+
+def _inspect(options: argparse.Namespace) -> int:
+    from cute_attn.compiler.inspect import inspect_kernel, table
+
+    report = inspect_kernel(_spec(options))
+    if options.json:
+        print(json.dumps({**asdict(report), "instructions": report.instructions}, indent=2))
+    else:
+        print(table(report))
+    return 0
+
+
+def _spec(options: argparse.Namespace) -> KernelSpec:
+    head_dim, head_dim_v = options.head_dim, options.head_dim_v or options.head_dim
+    for option, value in (("--head-dim", head_dim), ("--head-dim-v", head_dim_v)):
+        if value % 8 or value > 256:
+            raise ValueError(f"{option} must be a multiple of 8 up to 256, got {value}")
+    arch = _archs([options.arch] if options.arch else None)[0]
+    problem = PrefillProblem(
+        dtype=options.dtype,
+        head_dim=head_dim,
+        head_dim_v=head_dim_v,
+        bounded_left=options.window,
+        bounded_right=options.window or options.causal,
+        varlen=options.varlen,
+        return_lse=options.lse,
+    )
+    config = parse_config(options.config, head_dim) if options.config else default_config(arch, head_dim, head_dim_v)
+    config.check_fits(arch, head_dim, head_dim_v)
+    return KernelSpec(problem, config, arch)
+
+
+def _archs(names: Sequence[str] | None) -> list[Arch]:
+    if names:
+        return list(dict.fromkeys(arch_by_name(name) for name in names))
+    from cute_attn.loading import machine_archs
+
+    archs = machine_archs()
+    if not archs:
+        raise ValueError("this machine shows no supported CUDA device: say which architecture with --arch")
+    return archs
+
+
+@contextlib.contextmanager
+def _cache_errors() -> Iterator[None]:
+    """Errors of the cache's folder, with what to do about them."""
+    try:
+        yield
+    except OSError as error:
+        raise RuntimeError(cache.unwritable(error)) from error
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {number}")
+    return number
+
+
+def _fail(message: str) -> int:
+    print(f"cute_attn: {' '.join(message.split())}", file=sys.stderr)
+    return ERROR_STATUS
+
+
+if __name__ == "__main__":
+    sys.exit(main())

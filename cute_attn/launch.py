@@ -1,0 +1,107 @@
+"""Attention of CUDA tensors, written to be quick: what the host does here delays every small call.
+
+A call's signature is all that its plan depends on. With a known signature a call costs one look-up, the checks of what
+a signature does not say (gradients, addresses), the allocation of the results, and the launch.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from cute_attn.call import Call
+from cute_attn.checks import check_no_gradient
+from cute_attn.memory import ALIGNMENT, check_addresses, check_apart
+from cute_attn.options import Options
+from cute_attn.plan import Kernel, Plan, make_plan
+
+MAX_PLANS = 4096  # of about 2 KB each
+
+_plans: dict[tuple[Any, ...], Plan] = {}
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...], out: Tensor | None = None, return_lse: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """(out, lse) by the kernel, on the current stream of the tensors' device.
+
+    Args:
+        options: the fields of ``Options``.
+        out: where the result goes; None allocates it.
+    """
+    if q.requires_grad or k.requires_grad or v.requires_grad:
+        check_no_gradient(q=q, k=k, v=v)
+    if out is not None and out.requires_grad:
+        check_no_gradient(out=out)
+    window_right, window_left, scale, layout, config, cu_seqlens_q, cu_seqlens_k = options
+    signature: tuple[Any, ...] = (
+        q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype,
+        q.get_device(), k.get_device(), v.get_device(), window_right, window_left, scale, layout, config, return_lse,
+    )  # fmt: skip
+    if cu_seqlens_q is not None or cu_seqlens_k is not None or out is not None:
+        signature += (_kind(cu_seqlens_q), _kind(cu_seqlens_k), _kind(out))
+    plan = _plans.get(signature)
+    if plan is None:
+        plan = _add_plan(signature, Call(q, k, v, Options(*options), out, return_lse))
+
+    if (q.data_ptr() | k.data_ptr() | v.data_ptr()) % ALIGNMENT:
+        check_addresses(q=q, k=k, v=v)
+    if out is not None:
+        if out.data_ptr() % ALIGNMENT:
+            check_addresses(out=out)
+        check_apart(out, q=q, k=k, v=v)
+        increment_version(out)  # autograd must notice that out is overwritten
+    elif plan.out_like_q:
+        out = torch.empty_like(q)
+    else:
+        out = torch.empty(plan.out_shape, dtype=q.dtype, device=q.device)
+    lse = torch.empty(plan.lse_shape, dtype=torch.float32, device=q.device) if plan.lse_shape is not None else None
+
+    kernel = plan.kernel
+    if kernel is None:
+        _fill_unseen(out, lse, cu_seqlens_q)
+    elif plan.one_device or torch.cuda.current_device() == q.get_device():
+        _launch(kernel, plan, (q, k, v, out), (lse, cu_seqlens_q, cu_seqlens_k))
+    else:
+        with torch.cuda.device(q.get_device()):
+            _launch(kernel, plan, (q, k, v, out), (lse, cu_seqlens_q, cu_seqlens_k))
+    return out, lse
+
+
+def _kind(x: Tensor | None) -> tuple[Any, ...] | None:
+    return None if x is None else (x.shape, x.stride(), x.dtype, x.get_device())
+
+
+def _add_plan(signature: tuple[Any, ...], call: Call) -> Plan:
+    plan = make_plan(call)
+    if len(_plans) >= MAX_PLANS:
+        _plans.clear()
+    _plans[signature] = plan
+    return plan
+
+
+def _fill_unseen(out: Tensor, lse: Tensor | None, cu_seqlens_q: Tensor | None) -> None:
+    """The result where no query sees a key. Rows of no sequence stay as they are, as a kernel leaves them."""
+    if cu_seqlens_q is None:
+        out.zero_()
+        if lse is not None:
+            lse.fill_(-math.inf)
+        return
+    # A mask, because the number of rows that sequences own is known on the device only.
+    owned = torch.arange(out.shape[0], device=out.device) < cu_seqlens_q[-1:]
+    out.masked_fill_(owned[:, None, None], 0.0)
+    if lse is not None:
+        lse.masked_fill_(owned, -math.inf)
+
+
+def _launch(kernel: Kernel, plan: Plan, rows: tuple[Tensor, ...], others: tuple[Tensor | None, ...]) -> None:
+    """Calls the kernel with the fields of ``PrefillArguments``: q, k, v and out in ``rows``, the next in ``others``."""
+    if plan.views is not None:
+        rows = tuple(x.as_strided(*view) for x, view in zip(rows, plan.views, strict=True))
+    if plan.signed_q is not None:
+        rows = (plan.signed_q(rows[0]), *rows[1:])
+    kernel(*rows, *others, *plan.scalars)

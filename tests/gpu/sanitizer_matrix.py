@@ -1,0 +1,67 @@
+"""A few small launches for compute-sanitizer: ``python -m tests.gpu.sanitizer_matrix``."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from cute_attn import PrefillConfig
+from cute_attn.configs import parse_config
+from tests.gpu.attend import attend, attend_with_lse
+from tests.gpu.cases import Case, Shape, plain
+from tests.gpu.tensors import cumulative
+
+BASE = PrefillConfig()
+CAUSAL_LSE = plain(64, bounded_right=True, return_lse=True)
+DENSE = Shape.dense(150, 170, heads_kv=1, group=2)
+PACKED = Shape((70, 0, 1, 100), (130, 3, 40, 65), heads_kv=1, group=2)
+
+# Each way through the kernel once: masks, packing, paddings, stages, stores.
+CASES = (
+    Case(CAUSAL_LSE, DENSE),
+    Case(plain(128, "bfloat16"), DENSE),
+    Case(plain(256, bounded_right=True), DENSE),
+    Case(plain(40, bounded_right=True, return_lse=True), DENSE),
+    Case(plain(192, head_dim_v=128, bounded_left=True, bounded_right=True), DENSE, window=(60, 10)),
+    Case(plain(128, "bfloat16", bounded_right=True, varlen=True, return_lse=True), PACKED),
+    Case(plain(64, bounded_left=True, bounded_right=True, varlen=True, return_lse=True), PACKED, window=(60, 10)),
+    Case(plain(64, bounded_right=True), DENSE, config=parse_config("seed_64x64_1stage", 64)),
+    Case(plain(128, bounded_right=True), DENSE, config=parse_config("seed_128x32_2stage", 128)),
+    Case(CAUSAL_LSE, DENSE, config=replace(BASE, num_stages=4)),
+    Case(CAUSAL_LSE, DENSE, config=replace(BASE, q_in_regs=True)),
+    Case(CAUSAL_LSE, DENSE, config=replace(BASE, o_fp32=False)),
+    Case(CAUSAL_LSE, DENSE, config=replace(BASE, o_store="shuffle")),
+)
+
+
+def main() -> None:
+    """Launch each case once. Inputs are made on the CPU, so that hardly any other kernel is checked along."""
+    generator = torch.Generator().manual_seed(0)
+    for case in CASES:
+        problem, shape = case.problem, case.shape
+
+        def tensor(heads: int, lengths: tuple[int, ...], dim: int, case: Case = case) -> torch.Tensor:
+            packed = case.problem.varlen
+            size = (sum(lengths), heads, dim) if packed else (len(lengths), heads, lengths[0], dim)
+            values = torch.randn(size, generator=generator).to(getattr(torch, case.problem.dtype))
+            return values.to("cuda")
+
+        q = tensor(shape.heads_q, shape.q_lens, problem.head_dim)
+        k = tensor(shape.heads_kv, shape.k_lens, problem.head_dim)
+        v = tensor(shape.heads_kv, shape.k_lens, problem.head_dim_v)
+        lengths = {}
+        if problem.varlen:
+            lengths["cu_seqlens_q"] = cumulative(shape.q_lens, "cpu").to("cuda")
+            lengths["cu_seqlens_k"] = cumulative(shape.k_lens, "cpu").to("cuda")
+        call = attend_with_lse if problem.return_lse else attend
+        result = call(q, k, v, **case.options, **lengths, config=case.config)
+        out = result if isinstance(result, torch.Tensor) else result[0]
+        if not out.cpu().isfinite().all():
+            raise SystemExit(f"not finite: {case}")
+    torch.cuda.synchronize()
+    print(f"{len(CASES)} launches")
+
+
+if __name__ == "__main__":
+    main()
