@@ -42,7 +42,7 @@ def _rounds(calls: Mapping[str, Call], flush: torch.Tensor, rounds: int) -> dict
     return {name: [start.elapsed_time(end) for start, end in pairs] for name, pairs in events.items()}
 
 
-def host_median_us(call: Call, calls: int = 100, repeats: int = 50) -> float:
+def host_median_us(call: Call, calls: int = 100, repeats: int = 20) -> float:
     """Median host time of one call, in microseconds, while the device runs behind.
 
     Each of the ``repeats`` times ``calls`` calls in a row, few enough for the launch queue not to fill.

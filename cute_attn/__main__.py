@@ -1,4 +1,4 @@
-"""Fill, show and clear the cache of compiled kernels, and show what a kernel's machine code holds."""
+"""Fill, show and clear the cache of compiled kernels, inspect a kernel's machine code, and run a kernel on a CPU."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ from cute_attn.configs import default_config, parse_config
 from cute_attn.problem import KernelSpec, PrefillProblem
 
 ERROR_STATUS = 2
+FAULT_STATUS = 1  # of a kernel that was simulated
+SCHEDULES = ("lockstep", "serial", "reversed", "random")  # the simulator's, which is imported when it is used
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -41,10 +43,11 @@ def _parser() -> argparse.ArgumentParser:
         epilog="To see attention run, checked and timed on this machine: python -m cute_attn.demo",
     )
     parser.add_argument("--version", action="version", version=f"cute_attn {__version__}")
-    commands = parser.add_subparsers(title="commands", required=True, metavar="{build,cache,inspect}")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="{build,cache,inspect,simulate}")
     _add_build(commands)
     _add_cache(commands)
     _add_inspect(commands)
+    _add_simulate(commands)
     return parser
 
 
@@ -90,18 +93,47 @@ def _add_inspect(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="registers, spills, shared memory and instruction counts of a kernel; needs no GPU",
         description="Compile one kernel and show what its machine code uses and does. No GPU is needed.",
     )
-    inspect.add_argument("kernel", choices=["prefill"])
-    inspect.add_argument("--head-dim", type=_positive, required=True, metavar="D", help="of q and k")
-    inspect.add_argument("--head-dim-v", type=_positive, metavar="D", help="of v (default: that of q and k)")
-    inspect.add_argument("--arch", metavar="ARCH", help="for instance sm_80 (default: this machine's first)")
-    inspect.add_argument("--dtype", choices=kernel_sets.DTYPES, default=kernel_sets.DTYPES[0])
-    inspect.add_argument("--causal", action="store_true")
+    _add_kernel_choice(inspect)
     inspect.add_argument("--window", action="store_true", help="bounded on both sides")
     inspect.add_argument("--varlen", action="store_true", help="packed sequences")
     inspect.add_argument("--lse", action="store_true", help="with the log-sum-exp")
-    inspect.add_argument("--config", metavar="NAME", help="a tiling by name (default: the tuned one)")
     inspect.add_argument("--json", action="store_true", help="print JSON")
     inspect.set_defaults(run=_inspect)
+
+
+def _add_kernel_choice(command: argparse.ArgumentParser) -> None:
+    """The options that say which kernel, but for what each command says in its own way."""
+    command.add_argument("kernel", choices=["prefill"])
+    command.add_argument("--head-dim", type=_positive, required=True, metavar="D", help="of q and k")
+    command.add_argument("--head-dim-v", type=_positive, metavar="D", help="of v (default: that of q and k)")
+    command.add_argument("--arch", metavar="ARCH", help="for instance sm_80 (default: this machine's first)")
+    command.add_argument("--dtype", choices=kernel_sets.DTYPES, default=kernel_sets.DTYPES[0])
+    command.add_argument("--causal", action="store_true")
+    command.add_argument("--config", metavar="NAME", help="a tiling by name (default: the tuned one)")
+
+
+def _add_simulate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    simulate = commands.add_parser(
+        "simulate",
+        help="run a kernel on this CPU: its result, races and memory traffic; needs no GPU",
+        description="Compile one kernel, run it on this CPU on random inputs, compare with the reference, and show "
+        "what it did wrong and how it used memory. Exits with 1 if the result is wrong or anything was found.",
+    )
+    _add_kernel_choice(simulate)
+    simulate.add_argument("--window", type=int, nargs=2, metavar=("L", "R"), help="keys seen; -1 is unbounded")
+    simulate.add_argument("--batch", type=_positive, default=1, metavar="N")
+    simulate.add_argument("--heads", type=_positive, default=2, metavar="N", help="of q (default: 2)")
+    simulate.add_argument("--kv-heads", type=_positive, metavar="N", help="of k and v (default: as many as of q)")
+    simulate.add_argument("--q-len", type=_positive, default=133, metavar="N", help="queries (default: 133)")
+    simulate.add_argument("--k-len", type=_positive, default=199, metavar="N", help="keys (default: 199)")
+    simulate.add_argument("--schedule", choices=SCHEDULES, default=SCHEDULES[0], help="in which order warps run")
+    simulate.add_argument("--seed", type=int, default=0, help="of the inputs and the random schedule (default: 0)")
+    simulate.add_argument("--unchecked", action="store_true", help="do not look for races, which is faster")
+    simulate.add_argument("--heatmap", metavar="FILE", help="also write a picture of the memory traffic, SVG")
+    form = simulate.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="print JSON")
+    form.add_argument("--listing", action="store_true", help="also print the PTX with counts in the margin")
+    simulate.set_defaults(run=_simulate)
 
 
 def _build(options: argparse.Namespace) -> int:
@@ -167,7 +199,15 @@ def _age(seconds: int) -> str:
 def _inspect(options: argparse.Namespace) -> int:
     from cute_attn.compiler.inspect import inspect_kernel, table
 
-    report = inspect_kernel(_spec(options))
+    report = inspect_kernel(
+        _spec(
+            options,
+            bounded_left=options.window,
+            bounded_right=options.window or options.causal,
+            varlen=options.varlen,
+            return_lse=options.lse,
+        )
+    )
     if options.json:
         print(json.dumps({**asdict(report), "instructions": report.instructions}, indent=2))
     else:
@@ -175,21 +215,34 @@ def _inspect(options: argparse.Namespace) -> int:
     return 0
 
 
-def _spec(options: argparse.Namespace) -> KernelSpec:
+def _simulate(options: argparse.Namespace) -> int:
+    from cute_attn.options import window_widths
+    from cute_attn.simulate import Call, Run, simulate_prefill
+
+    left, right = window_widths(options.causal, options.window)
+    kv_heads = options.kv_heads or options.heads
+    call = Call(options.batch, options.heads, kv_heads, options.q_len, options.k_len, left, right, options.seed)
+    spec = _spec(options, bounded_left=left >= 0, bounded_right=right >= 0)
+    outcome = simulate_prefill(spec, call, Run(options.schedule, options.seed, not options.unchecked))
+    if options.heatmap:
+        outcome.report.heatmap(options.heatmap)
+    if options.json:
+        print(json.dumps(outcome.to_json(), indent=2))
+    else:
+        print(outcome)
+    if options.listing:
+        print(f"\n{outcome.report.listing()}")
+    return 0 if outcome.ok else FAULT_STATUS
+
+
+def _spec(options: argparse.Namespace, **variant: bool) -> KernelSpec:
+    """The kernel that the options choose; ``variant`` holds the flags of PrefillProblem."""
     head_dim, head_dim_v = options.head_dim, options.head_dim_v or options.head_dim
     for option, value in (("--head-dim", head_dim), ("--head-dim-v", head_dim_v)):
         if value % 8 or value > 256:
             raise ValueError(f"{option} must be a multiple of 8 up to 256, got {value}")
     arch = _archs([options.arch] if options.arch else None)[0]
-    problem = PrefillProblem(
-        dtype=options.dtype,
-        head_dim=head_dim,
-        head_dim_v=head_dim_v,
-        bounded_left=options.window,
-        bounded_right=options.window or options.causal,
-        varlen=options.varlen,
-        return_lse=options.lse,
-    )
+    problem = PrefillProblem(options.dtype, head_dim, head_dim_v, **variant)
     config = parse_config(options.config, head_dim) if options.config else default_config(arch, head_dim, head_dim_v)
     config.check_fits(arch, head_dim, head_dim_v)
     return KernelSpec(problem, config, arch)

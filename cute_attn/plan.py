@@ -39,9 +39,9 @@ class Plan(NamedTuple):
 
     Attributes:
         kernel: takes the fields of ``PrefillArguments``; None where no query sees a key.
-        out_shape: of out.
-        lse_shape: of the log-sum-exp; None where it is not wanted.
-        out_like_q: ``torch.empty_like(q)`` is what out must be; it takes half the time of ``torch.empty``.
+        device: of all tensors.
+        out: shape and strides; an out that was not given is contiguous.
+        lse: of the log-sum-exp, contiguous; None where it is not wanted.
         views: strides for q, k, v and out that a kernel allows; None where it allows their own.
         signed_q: gives q for which ``scale_log2`` is positive; None where it is.
         scalars: what ``PrefillArguments`` has after the tensors.
@@ -49,9 +49,9 @@ class Plan(NamedTuple):
     """
 
     kernel: Kernel | None
-    out_shape: Shape
-    lse_shape: Shape | None
-    out_like_q: bool
+    device: torch.device
+    out: View
+    lse: View | None
     views: tuple[View, ...] | None
     signed_q: Callable[[Tensor], Tensor] | None
     scalars: tuple[float, int, int, int]
@@ -85,9 +85,9 @@ def make_plan(call: Call) -> Plan:
     signed_q, scale_log2 = _positive_scale(options.scale, sizes.head_dim)
     return Plan(
         kernel=_kernel(call, sizes) if sizes.sees_a_key() else None,
-        out_shape=out.shape,
-        lse_shape=sizes.lse_shape(options) if call.return_lse else None,
-        out_like_q=out == _own_view(q),
+        device=q.device,
+        out=out,
+        lse=_contiguous(sizes.lse_shape(options)) if call.return_lse else None,
         views=views,
         signed_q=signed_q,
         # A width beyond the sequence hides nothing, and would overflow the kernel's 32-bit positions.
@@ -106,7 +106,10 @@ def _out_view(call: Call, sizes: Sizes) -> View:
         check_out(call.out, call.q, sizes, call.options)
         check_own_memory(call.out)
         return _own_view(call.out)
-    shape = sizes.out_shape(call.options)
+    return _contiguous(sizes.out_shape(call.options))
+
+
+def _contiguous(shape: Shape) -> View:
     strides = [1]
     for size in reversed(shape[1:]):
         strides.append(strides[-1] * max(size, 1))

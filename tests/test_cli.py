@@ -225,7 +225,7 @@ def test_inspect_says_which_tool_is_missing(capsys: Capture, monkeypatch: pytest
 # The program
 
 
-@pytest.mark.parametrize("arguments", [[], ["build"], ["cache"], ["inspect"]])
+@pytest.mark.parametrize("arguments", [[], ["build"], ["cache"], ["inspect"], ["simulate"]])
 def test_help(arguments: list[str], capsys: Capture) -> None:
     with pytest.raises(SystemExit) as exit_:
         main([*arguments, "--help"])

@@ -1,16 +1,17 @@
 """Mutants of the prefill kernel's PTX: does the simulator notice them?
 
 ``python -m tests.simulator.mutations`` removes or alters, one at a time, every barrier, wait, commit, transpose,
-swizzle and bounds branch of a few kernels, and lists what survives.
+swizzle and bounds predicate of a few kernels, prints how many of each kind are caught, and lists those that survive.
 
-Some mutants are the kernel itself in other words, and survive: a commit whose copies the next commit takes along before
-anything waits, the wait behind the last copy, the barrier before O is staged where each warp has read its own rows of Q
-only, an xor that compares signs, and a bounds branch that this shape never takes.
+A mutant is run at several lengths, because one call seldom takes every branch: an off-by-one in the guard of eight rows
+shows only where the sequence ends in these rows.
 """
 
 from __future__ import annotations
 
+import argparse
 import re
+import signal
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -22,97 +23,130 @@ from layouts.simulator.errors import SimulatorError
 from layouts.simulator.launch import capture
 from layouts.simulator.memory import GlobalMemory
 from layouts.simulator.report import Report
+from layouts.simulator.scheduler import SCHEDULES
 from layouts.simulator.simulate import place, run_launch
 from tests.gpu import check
 from tests.gpu.cases import Case, Shape, plain
 from tests.gpu.tensors import make_tensors
 from tests.simulator.prefill_cases import arguments, compiled, spec_of
+from tests.simulator.ptx_changes import Mutant, equivalence, mutants
 
-SHAPE = Shape.dense(70, 300, heads_kv=1, group=2)
 CASES = {
-    "d64": Case(plain(64, bounded_right=True), SHAPE),
-    "d64 one stage, padded": Case(plain(64), SHAPE, config=SEED_CONFIGS["seed_64x64_1stage"]),
-    "d128": Case(plain(128, "bfloat16"), SHAPE),
+    "d64 causal": Case(plain(64, bounded_right=True), Shape.dense(70, 300, group=2)),
+    "d64 one stage, padded": Case(plain(64), Shape.dense(70, 200, group=2), config=SEED_CONFIGS["seed_64x64_1stage"]),
+    "d128": Case(plain(128, "bfloat16"), Shape.dense(70, 200, group=2)),
 }
-NEAR = 12  # lines after a branch within which it guards a memory access
+GUARDED_ROWS = 8  # the fewest rows that one bounds predicate guards
+TILE = 128
+HANG_SECONDS = 10
 
 
 @dataclass(frozen=True)
-class Mutant:
-    """The kernel with one line changed: ``kind`` of change, the line's number, the line before."""
+class Verdict:
+    """How a mutant was caught: "finding", "numbers", "error", "wavefronts", "hang"; "" where it survived."""
 
-    kind: str
-    line: int
-    before: str
-    ptx: str
-
-
-def mutants(ptx: str) -> Iterator[Mutant]:
-    """Every mutant of a kernel."""
-    lines = ptx.split("\n")
-    for number, line in enumerate(lines):
-        for kind, changed in _changes(lines, number):
-            yield Mutant(kind, number + 1, line.strip(), "\n".join([*lines[:number], changed, *lines[number + 1 :]]))
+    how: str
+    call: str = ""
+    message: str = ""
 
 
-def _changes(lines: list[str], number: int) -> Iterator[tuple[str, str]]:
-    line = lines[number].strip()
-    if line.startswith(("bar.sync", "bar.warp.sync")):
-        yield "barrier", ""
-    if line.startswith("cp.async.wait_group"):
-        yield "wait", ""
-        yield "wait for fewer", re.sub(r"(\d+);", lambda m: f"{int(m[1]) + 1};", line)
-    if line.startswith("cp.async.commit_group"):
-        yield "commit", ""
-    if line.startswith("ldmatrix"):
-        transposed = ".trans" in line
-        yield "transpose", line.replace(".trans", "") if transposed else line.replace(".x4", ".x4.trans")
-    swizzle = re.match(r"xor\.b32\s+(%r\d+), (%r\d+), (%r\d+|\d+);", line)
-    if swizzle:
-        yield "swizzle", f"mov.b32 {swizzle[1]}, {swizzle[2]};"
-    if re.match(r"@!?%p\d+ bra\s", line):
-        guarded = " ".join(lines[number + 1 : number + 1 + NEAR]).split("bra")[0]
-        if re.search(r"cp\.async\.c|ld\.global|st\.global", guarded):
-            yield "bounds", ""
+class Hang(Exception):
+    """A mutant runs for much longer than its kernel."""
 
 
-def survives(case: Case, mutant: Mutant, original: Report) -> bool:
-    """Whether a mutant gives right numbers, no finding, and no more wavefronts than the kernel itself."""
+def calls(case: Case) -> Iterator[tuple[Case, str]]:
+    """The calls on which a mutant is tried, each with its schedule.
+
+    The case itself; queries that see no key, which take the branches around whole loops; then ends in every group of
+    rows, of queries and of keys, with odd and even numbers of keys: a lane masks keys in pairs.
+    """
+    yield case, "lockstep"
+    for shape in (Shape.dense(300, 40, group=2), Shape.dense(70, 0, group=2)):
+        yield replace(case, shape=shape), "serial"
+    groups = TILE // GUARDED_ROWS
+    for number in range(2 * groups):
+        rows = 5 + GUARDED_ROWS * (number * 5 % groups)
+        second = number // groups
+        keys = 5 - second + GUARDED_ROWS * ((number * 7 + second) % groups) + TILE * (number % 3)
+        yield replace(case, shape=Shape.dense(rows, keys, group=2)), SCHEDULES[number % len(SCHEDULES)]
+
+
+def verdict(case: Case, mutant: Mutant) -> Verdict:
+    """What catches a mutant first."""
+    for call, schedule in calls(case):
+        how, message = _outcome(call, schedule, mutant.ptx)
+        if how:
+            return Verdict(how, f"{call.shape.q_lens[0]} x {call.shape.k_lens[0]}, {schedule}", message)
+    return Verdict("")
+
+
+def _outcome(call: Case, schedule: str, ptx: str) -> tuple[str, str]:
     try:
-        report = run(case, mutant.ptx)
-    except (SimulatorError, AssertionError):
-        return False
-    return not report.findings and report.excess_wavefronts <= original.excess_wavefronts
+        report = run(call, ptx, schedule)
+    except SimulatorError as error:
+        return "error", str(error)
+    except AssertionError as error:
+        return "numbers", str(error)
+    except Hang:
+        return "hang", ""
+    if report.findings:
+        return "finding", str(report.findings[0])
+    # The kernels themselves have no excess: tests.simulator.test_prefill.
+    return ("wavefronts", str(report.excess_wavefronts)) if report.excess_wavefronts else ("", "")
 
 
-def run(case: Case, ptx: str | None = None) -> Report:
-    """A call with other PTX than the compiler's; asserts that its result is right."""
+def run(case: Case, ptx: str | None = None, schedule: str = "lockstep") -> Report:
+    """A call with other PTX than the compiler's; asserts that its result is right, unless something was found."""
     tensors = make_tensors(case, "cpu")
     given, lse = arguments(case, tensors)
     memory = GlobalMemory()
     (launch,) = capture(compiled(spec_of(case, "sm_80")), given, place(memory, given))
-    report = run_launch(replace(launch, ptx=ptx or launch.ptx), memory)
+    with _time_limit():
+        report = run_launch(replace(launch, ptx=ptx or launch.ptx), memory, schedule=schedule)
     if not report.findings:
         check.assert_nothing_written_beyond(tensors)
         check.assert_right(case, tensors, check.Result(tensors.out, lse))
     return report
 
 
+class _time_limit:
+    def __enter__(self) -> None:
+        signal.signal(signal.SIGALRM, self._raise)
+        signal.alarm(HANG_SECONDS)
+
+    def __exit__(self, *_: object) -> None:
+        signal.alarm(0)
+
+    @staticmethod
+    def _raise(*_: object) -> None:
+        raise Hang
+
+
 def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.simulator.mutations", description=__doc__)
+    parser.add_argument("--case", choices=CASES, action="append", help="default: all")
+    parser.add_argument("--kinds", default="", help="a regular expression; default: all")
+    parser.add_argument("--every", type=int, default=1, help="run only every so many-th mutant")
+    options = parser.parse_args()
     torch.set_num_threads(1)
-    total, caught = Counter[str](), Counter[str]()
-    for name, case in CASES.items():
-        original = run(case)
-        for mutant in mutants(compiled(spec_of(case, "sm_80")).__ptx__):
+    total, caught, how = Counter[str](), Counter[str](), Counter[str]()
+    for name in options.case or CASES:
+        case = CASES[name]
+        ptx = compiled(spec_of(case, "sm_80")).__ptx__
+        chosen = [mutant for mutant in mutants(ptx) if re.search(options.kinds, mutant.kind)]
+        for mutant in chosen[:: options.every]:
+            found = verdict(case, mutant)
             total[mutant.kind] += 1
-            if survives(case, mutant, original):
-                print(f"survives: {name}, {mutant.kind}, line {mutant.line}: {mutant.before}", flush=True)
-            else:
-                caught[mutant.kind] += 1
-    for kind, number in total.items():
-        print(f"{kind:<16}{caught[kind]:>4} of {number}")
-    share = sum(caught.values()) / sum(total.values())
-    print(f"{sum(caught.values())} of {sum(total.values())} caught, {share:.1%}")
+            caught[mutant.kind] += bool(found.how)
+            how[found.how or "survived"] += 1
+            if found.how in ("", "hang"):
+                reason = "" if found.how else equivalence(mutant) or "NO REASON KNOWN"
+                where = f"{name}, {mutant.kind}, line {mutant.line}: {mutant.before}"
+                print(f"{found.how or 'survives'}: {where}  {reason}", flush=True)
+    for kind, number in sorted(total.items()):
+        print(f"{kind:<28}{caught[kind]:>4} of {number}")
+    print(", ".join(f"{number} {way}" for way, number in how.most_common()))
+    print(f"{caught.total()} of {total.total()} caught, {caught.total() / total.total():.1%}")
 
 
 if __name__ == "__main__":

@@ -1,21 +1,31 @@
-"""A sample of the mutants of ``tests.simulator.mutations``: those that can have no good reason to survive."""
+"""A sample of the mutants that ``python -m tests.simulator.mutations`` runs all of."""
 
 from __future__ import annotations
 
-from tests.simulator.mutations import CASES, mutants, run, survives
+import pytest
+
+from tests.simulator.mutations import CASES, run, verdict
 from tests.simulator.prefill_cases import compiled, spec_of
+from tests.simulator.ptx_changes import Mutant, equivalence, mutants
+
+EVERY = {"d64 causal": 32, "d64 one stage, padded": 11, "d128": 16}  # about 12 mutants each
 
 
-def test_waits_and_transposes_of_the_two_stage_kernel() -> None:
-    case = CASES["d64"]
-    original = run(case)
-    assert not original.findings
-    every = list(mutants(compiled(spec_of(case, "sm_80")).__ptx__))
-    last_copy = max(mutant.line for mutant in every if mutant.kind == "commit")
-    # Behind the last copy a wait drains what the loop has waited for: without it nothing changes.
-    waits = [mutant for mutant in every if mutant.kind.startswith("wait") and mutant.line < last_copy]
-    transposes = [mutant for mutant in every if mutant.kind == "transpose"]
-    assert len(waits) >= 4
-    assert len(transposes) >= 16
-    survivors = [mutant for mutant in waits + transposes[::6] if survives(case, mutant, original)]
+def mutants_of(name: str) -> list[Mutant]:
+    return list(mutants(compiled(spec_of(CASES[name], "sm_80")).__ptx__))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_sampled_mutants_are_caught_or_equivalent(name: str) -> None:
+    report = run(CASES[name])
+    assert not report.findings
+    assert report.excess_wavefronts == 0
+    sample = [mutant for mutant in mutants_of(name)[:: EVERY[name]] if not equivalence(mutant)]
+    survivors = [mutant for mutant in sample if not verdict(CASES[name], mutant).how]
     assert not survivors, [(mutant.kind, mutant.line, mutant.before) for mutant in survivors]
+
+
+def test_barriers_and_waits_that_only_a_block_without_keys_needs() -> None:
+    """Behind the loop: without them O is staged over Q while other warps' copies of Q are under way."""
+    last = [mutant for mutant in mutants_of("d64 causal") if mutant.kind in ("barrier removed", "wait removed")][-3:]
+    assert [verdict(CASES["d64 causal"], mutant).how for mutant in last] == ["finding"] * 3

@@ -98,8 +98,11 @@ def differences(record: dict[str, Any]) -> dict[str, dict[str, tuple[int, int]]]
     return found
 
 
-def read_csv(lines: Iterable[str]) -> dict[str, dict[str, float]]:
+def read_csv(lines: Iterable[str], by: str = "Kernel Name") -> dict[str, dict[str, float]]:
     """The output of ``ncu --csv``, a row for each metric or for each kernel, as metrics by kernel.
+
+    Args:
+        by: the column that names kernels: "Kernel Name", or "ID" where one kernel is launched several times.
 
     Raises:
         ValueError: it holds no table.
@@ -110,7 +113,7 @@ def read_csv(lines: Iterable[str]) -> dict[str, dict[str, float]]:
         raise ValueError("no table in ncu's output:\n" + "".join(kept)[-2000:])
     kernels: dict[str, dict[str, float]] = {}
     for row in csv.DictReader(kept[start:]):
-        name = (row.get("Kernel Name") or "").split("(")[0]
+        name = (row.get(by) or "").split("(")[0]
         if not name:
             continue  # the row of units
         if "Metric Name" in row:
