@@ -42,6 +42,15 @@ def address_reader(
     return lambda group: np.broadcast_to(read(group), (len(group.slots) * LANES,)).astype(np.int64) + offset
 
 
+def by_warp(flat: IntArray, active: NDArray[np.bool_] | None) -> tuple[IntArray, NDArray[np.bool_] | None]:
+    """Addresses of active lanes as (warps, 32), and which lanes those are, None for all."""
+    if active is None:
+        return flat.reshape(-1, LANES), None
+    spread = np.zeros(len(active), np.int64)
+    spread[active] = flat
+    return spread.reshape(-1, LANES), active.reshape(-1, LANES)
+
+
 class SharedAccess:
     """How an instruction accesses shared memory: finds the bytes, checks and counts."""
 
@@ -66,16 +75,11 @@ class SharedAccess:
         lanes = (group.slots[:, None] * LANES + np.arange(LANES)).ravel()[active]
         return lanes, address[active] + machine.shared_base[lanes], active
 
-    def count(self, group: Group, flat: IntArray, active: NDArray[np.bool_] | None) -> None:
+    def count(self, group: Group, flat: IntArray, active: NDArray[np.bool_] | None, loads: bool = False) -> None:
         """Add the wavefronts of an access of the whole group."""
         counters, index = self.machine.counters, self.instruction.index
-        if active is None:
-            address, mask = flat.reshape(-1, LANES), None
-        else:
-            spread = np.zeros(len(active), np.int64)
-            spread[active] = flat
-            address, mask = spread.reshape(-1, LANES), active.reshape(-1, LANES)
-        wavefronts, ideal = traffic.shared_wavefronts(address, self.width, mask)
+        address, mask = by_warp(flat, active)
+        wavefronts, ideal = traffic.shared_wavefronts(address, self.width, mask, merges=loads)
         counters.wavefronts[index] += wavefronts.sum()
         counters.ideal_wavefronts[index] += ideal.sum()
         counters.bytes[index] += len(flat) * self.width
@@ -101,10 +105,15 @@ class GlobalAccess:
         self.width = size * count
         self.addresses = address_reader(machine, instruction, operand, shared=False)
 
-    def load(self, group: Group) -> NDArray[Any]:
-        """(lanes of the group, count) elements; zeros for lanes that take no part or whose address is wrong."""
+    def load(self, group: Group, counts: bool = True) -> NDArray[Any]:
+        """(lanes of the group, count) elements; zeros for lanes that take no part or whose address is wrong.
+
+        Args:
+            counts: add the access's sectors.
+        """
         address, active = self.addresses(group), group.active
-        self.count(address, active)
+        if counts:
+            self.count(address, active)
         chosen = address if active is None else address[active]
         lanes = group.lane_numbers()
         values = self._load(chosen, lanes)

@@ -23,24 +23,27 @@ SECTOR_BYTES = 32
 ROW_BYTES = 16  # of a matrix that ldmatrix or stmatrix moves
 
 
-def shared_wavefronts(address: NDArray[np.integer], width: int, active: Lanes | None = None) -> tuple[Counts, Counts]:
-    """Wavefronts of ld.shared, st.shared, or the shared side of cp.async, warp by warp.
+def shared_wavefronts(
+    address: NDArray[np.integer], width: int, active: Lanes | None = None, merges: bool = True
+) -> tuple[Counts, Counts]:
+    """Wavefronts of ld.shared or st.shared, warp by warp.
 
     Phases: accesses up to 4 bytes wide have one, the warp; those of 8 bytes two, its halves; those of 16 bytes four,
-    its quarters. NVIDIA documents the first. Of the others its engineers and published profiles report, for sm_70 and
-    later, that neighbouring phases merge (8 bytes: into the warp, 16 bytes: into halves, never further) if over the
-    whole warp
+    its quarters. Of loads, neighbouring phases merge (8 bytes: into the warp, 16 bytes: into halves, never further) if
+    over the whole warp
 
     - every active lane i reads the address of lane i ^ 1, unless that one is inactive, or
     - every active lane i reads the address of lane i ^ 2, unless that one is inactive.
 
     Two lanes then share one return of data. So 16 bytes from one address for all take 2 wavefronts, but a pattern that
-    repeats after 4 lanes takes 4. The rule is known for loads and assumed for stores, which rarely repeat addresses.
+    repeats after 4 lanes takes 4. NVIDIA documents phases of up to 4 bytes; the rest was published from profiles, and
+    agrees with the counters of an H200 on every pattern of ``tests.simulator.recording``.
 
     Args:
         address: (warps, 32) byte addresses below 2**32 in the block's own window, aligned to ``width``.
         width: bytes a lane: 1, 2, 4, 8 or 16.
         active: (warps, 32), the lanes that take part; None stands for all.
+        merges: whether phases may merge, as those of loads do.
 
     Returns:
         Two arrays (warps,): the wavefronts, and the ideal: how many there were without conflicts, which is the number
@@ -57,13 +60,21 @@ def shared_wavefronts(address: NDArray[np.integer], width: int, active: Lanes | 
     if active is not None and active.all():
         active = None
     wavefronts, ideal = _warp_wavefronts(cells, active, columns, lanes=columns)
-    if columns == WARP:
+    if columns == WARP or not merges:
         return wavefronts, ideal
     paired = np.flatnonzero(_lanes_pair(cells, active))
     if paired.size:
         some = None if active is None else active[paired]
         wavefronts[paired], ideal[paired] = _warp_wavefronts(cells[paired], some, columns, lanes=2 * columns)
     return wavefronts, ideal
+
+
+def phase_wavefronts(address: NDArray[np.integer], width: int, active: Lanes | None = None) -> Counts:
+    """Wavefronts of each phase of an access of 4, 8 or 16 bytes whose phases do not merge: (warps, phases)."""
+    columns = WAVEFRONT_BYTES // width
+    cells = _by_lane(_units(address, width).astype(np.uint32, copy=False), columns)
+    masks = None if active is None else _by_lane(active, columns)
+    return _phase_wavefronts(cells, masks, columns).reshape(len(address), WARP // columns)
 
 
 def matrix_wavefronts(rows: NDArray[np.integer]) -> tuple[Counts, Counts]:

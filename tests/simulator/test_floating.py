@@ -97,7 +97,8 @@ NEAREST = [(name, kind) for name in EXACT for kind in ("f64", *HALVES) if name !
 @pytest.mark.parametrize(("operation", "kind"), NEAREST)
 def test_other_types_are_rounded_once_to_nearest(operation: str, kind: str) -> None:
     sources = [floats(kind, 2 * COUNT, seed) for seed in range(3 if operation == "fma" else 2)]
-    if operation == "fma" and kind == "f64":  # only where no intermediate result over- or underflows
+    if operation == "fma" and kind == "f64":
+        check_arithmetic(operation, kind, "rn", sources)
         rng = np.random.default_rng(0)
         sources = [np.ldexp(rng.standard_normal(COUNT), rng.integers(-90, 90, COUNT)) for _ in range(3)]
         sources[2][::3] = -(sources[0] * sources[1])[::3]
@@ -133,6 +134,16 @@ def test_products_of_bf16_below_the_smallest_normal_number() -> None:
         expected = np.rint(exact * 2.0**133) * 2.0**-133
         found = np.array(values_of("bf16", call("mul.rn.bf16", a, b)))
         assert (found[small] == expected[small]).all()
+
+
+@pytest.mark.parametrize("scale", [1.0, 3.0])
+def test_fma_of_f64_where_its_product_is_out_of_range(scale: float) -> None:
+    """Products below the subnormal numbers and above the largest one, from which an addend brings the sum back."""
+    rng = np.random.default_rng(1)
+    a, b = (np.ldexp(rng.standard_normal(COUNT), exponent) for exponent in (-537, -520))
+    check_arithmetic("fma", "f64", "rn", [a, b, scale * np.ldexp(rng.standard_normal(COUNT), -1050)])
+    a, b = (np.ldexp(rng.uniform(1, 2, COUNT), exponent) for exponent in (512, 511))
+    check_arithmetic("fma", "f64", "rn", [a, b, -scale * np.ldexp(rng.uniform(0.5, 1, COUNT), 1022)])
 
 
 def test_one_fma_where_rounding_twice_is_wrong() -> None:
@@ -298,7 +309,7 @@ def test_properties(kind: str) -> None:
         "number": values == values,
         "notanumber": values != values,
         "subnormal": subnormal,
-        "normal": np.isfinite(values) & (values != 0) & ~subnormal,
+        "normal": np.isfinite(values) & ~subnormal,
     }
     for name, holds in expected.items():
         assert (call(f"testp.{name}.{kind}", a) == holds).all(), name

@@ -174,18 +174,20 @@ def test_lop3_computes_every_table() -> None:
 
 @pytest.mark.parametrize("kind", ["u32", "s32", "u64", "s64"])
 def test_bit_fields(kind: str) -> None:
+    """Of starts and lengths above 255 hardware takes the low byte if the field has 32 bits, else all bits."""
     bits = int(kind[1:])
+    taken = 0xFF if bits == 32 else 0xFFFFFFFF
 
     def extract(a: int, start: int, length: int) -> int:
-        start, length = start & 0xFF, length & 0xFF
+        start, length = start & taken, length & taken
         value = a & (1 << bits) - 1
         sign = 0 if kind[0] == "u" or length == 0 else value >> min(start + length - 1, bits - 1) & 1
-        taken = [value >> start + i & 1 if i < length and start + i < bits else sign for i in range(bits)]
-        return sum(bit << i for i, bit in enumerate(taken))
+        field = [value >> start + i & 1 if i < length and start + i < bits else sign for i in range(bits)]
+        return sum(bit << i for i, bit in enumerate(field))
 
     def insert(a: int, b: int, start: int, length: int) -> int:
-        for i in range(length & 0xFF):
-            place = (start & 0xFF) + i
+        for i in range(min(length & taken, bits)):
+            place = (start & taken) + i
             if place < bits:
                 b = b & ~(1 << place) | (a >> i & 1) << place
         return b

@@ -14,12 +14,16 @@ WIDTHS = (1, 2, 4, 8, 16)
 LANES = np.arange(32)
 
 
-def slow_wavefronts(addresses: dict[int, int], width: int) -> tuple[int, int]:
+def slow_wavefronts(addresses: dict[int, int], width: int, merges: bool = True) -> tuple[int, int]:
     """Of one warp: ``addresses`` by active lane."""
     lanes_in_a_phase = min(32, 128 // width)
-    if width > 4 and any(
-        all(addresses[lane] == addresses.get(lane ^ distance, addresses[lane]) for lane in addresses)
-        for distance in (1, 2)
+    if (
+        merges
+        and width > 4
+        and any(
+            all(addresses[lane] == addresses.get(lane ^ distance, addresses[lane]) for lane in addresses)
+            for distance in (1, 2)
+        )
     ):
         lanes_in_a_phase *= 2
     phases = defaultdict(list)
@@ -108,6 +112,19 @@ def test_shared_wavefronts_follow_the_slow_model(width: int, dtype: type) -> Non
         active = np.broadcast_to(mask, address.shape)
         got = shared_wavefronts(address.astype(dtype), width, active)
         assert [list(values) for values in got] == expected(slow_wavefronts, address, width, active)
+
+
+def stored(addresses: dict[int, int], width: int) -> tuple[int, int]:
+    return slow_wavefronts(addresses, width, merges=False)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_phases_of_stores_do_not_merge(width: int) -> None:
+    address = np.stack(list(shared_patterns(width)))
+    for mask in masks():
+        active = np.broadcast_to(mask, address.shape)
+        got = shared_wavefronts(address, width, active, merges=False)
+        assert [list(values) for values in got] == expected(stored, address, width, active)
 
 
 @pytest.mark.parametrize("width", WIDTHS)

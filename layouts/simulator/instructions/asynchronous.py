@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from layouts.simulator.access import GlobalAccess, SharedAccess
+from layouts.simulator.access import GlobalAccess, SharedAccess, by_warp
+from layouts.simulator.copy_traffic import copy_traffic
 from layouts.simulator.errors import UnknownInstructionError
 from layouts.simulator.group import LANES, Group
 from layouts.simulator.instructions.machine_code import Handler, instruction
@@ -112,16 +113,18 @@ def copy(machine: Machine, instruction: Instruction) -> Handler:
     read_bytes = reader(machine, instruction, more[0], np.uint32) if more else None
     copies = copies_of(machine)
 
+    bypass = instruction.parts[2] == "cg"
+
     def run(group: Group) -> None:
         lanes, flat, active = shared.places(group)
         if not len(flat):
             return
-        shared.count(group, flat, active)
-        kept = None if read_bytes is None else np.broadcast_to(read_bytes(group), (len(group.slots) * 32,))
-        if kept is not None and not (kept == width).all():
-            data = _partial(far, group, kept, width)
-        else:
-            data = far.load(group).view(np.uint8)
+        reads = None
+        if read_bytes is not None:
+            kept = np.broadcast_to(read_bytes(group), (len(group.slots) * LANES,))
+            reads = None if (kept == width).all() else kept > 0
+        _count(machine, instruction, (flat, active), far.addresses(group), width, bypass, reads)
+        data = far.load(group, counts=False).view(np.uint8) if reads is None else _partial(far, group, kept, width)
         numbers = machine.lane_numbers(lanes)
         if active is not None:
             data = data[active]
@@ -132,12 +135,35 @@ def copy(machine: Machine, instruction: Instruction) -> Handler:
     return run
 
 
+def _count(
+    machine: Machine, instruction: Instruction, places: Any, source: Any, width: int, bypass: bool, reads: Any
+) -> None:
+    """Add the traffic of a copy to the counters.
+
+    Args:
+        places: the shared addresses of the lanes that take part, and which those are, None for all.
+        source: the global addresses of all lanes.
+        reads: of all lanes, whether they read anything; None if they do.
+    """
+    counters, index = machine.counters, instruction.index
+    place, active = by_warp(*places)
+    reads = None if reads is None else reads.reshape(-1, LANES)
+    shared, far = copy_traffic(place, source.reshape(-1, LANES), width, bypass, active, reads)
+    counters.wavefronts[index] += shared[0].sum()
+    counters.ideal_wavefronts[index] += shared[1].sum()
+    counters.sectors[index] += far[0].sum()
+    counters.ideal_sectors[index] += far[1].sum()
+    written = len(places[0])
+    read = written if reads is None else np.count_nonzero(reads if active is None else reads & active)
+    counters.bytes[index] += (written + read) * width
+
+
 def _partial(far: GlobalAccess, group: Group, kept: Any, width: int) -> NDArray[np.uint8]:
     """Lanes with nothing to read touch no memory; the others read what they copy, and zeros follow it."""
     before = group.active
     some = kept > 0 if before is None else before & (kept > 0)
     group.active = some
-    data = far.load(group).view(np.uint8) if some.any() else np.zeros((len(group.slots) * 32, width), np.uint8)
+    data = far.load(group, counts=False).view(np.uint8) if some.any() else np.zeros((len(kept), width), np.uint8)
     group.active = before
     data = data.copy()
     data[np.arange(width) >= kept[:, None]] = 0

@@ -10,6 +10,7 @@ from layouts.simulator.access import GlobalAccess, SharedAccess
 from layouts.simulator.errors import UnknownInstructionError
 from layouts.simulator.group import Group
 from layouts.simulator.instructions.elementwise import numpy_type
+from layouts.simulator.instructions.formats import flush
 from layouts.simulator.instructions.machine_code import Handler, instruction
 from layouts.simulator.memory import AddressError
 from layouts.simulator.operands import reader, writer
@@ -19,6 +20,12 @@ if TYPE_CHECKING:
     from layouts.simulator.machine import Machine
 
 _ORDERS = {"relaxed", "acquire", "release", "acq_rel", "cta", "gpu", "sys", "noftz"}
+
+
+def _flushed_sum(old: Any, b: Any, c: Any) -> Any:
+    """Sums of float32 in global memory: subnormal sources and results become zeros."""
+    return flush(flush(old) + flush(b))
+
 
 _CHANGES: dict[str, Any] = {
     "add": lambda old, b, c: old + b,
@@ -48,7 +55,7 @@ def atomic(machine: Machine, instruction: Instruction) -> Handler:
     target, address, *values = instruction.operands if instruction.base == "atom" else (None, *instruction.operands)
     write = writer(machine, instruction, target, dtype)
     reads = [reader(machine, instruction, value, dtype) for value in values]
-    apply = _CHANGES[change]
+    apply = _flushed_sum if (change, kind, space) == ("add", "f32", "global") else _CHANGES[change]
     locate = (_shared_cells if space == "shared" else _global_cells)(machine, instruction, address, dtype)
 
     def run(group: Group) -> None:

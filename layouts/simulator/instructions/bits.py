@@ -174,20 +174,25 @@ def _low_mask(length: Array, dtype: np.dtype) -> Array:
     return ~np.left_shift(~dtype.type(0), _shift_amount(length, dtype))
 
 
+def _field_operand(value: Array, dtype: np.dtype) -> Array:
+    """A start or length as hardware takes it, where PTX leaves more than 255 open: of 32-bit fields a byte counts."""
+    return value & _U32(0xFF) if dtype.itemsize == 4 else value
+
+
 @elementwise("bfe", types=("u32", "s32", "u64", "s64"))
 def _extract(form: Form) -> Elementwise:
-    """The field of a that starts at bit b and has c bits (one byte each of b and c counts), sign extended."""
+    """The field of a that starts at bit b and has c bits, sign extended."""
     kind = form.need("u32", "s32", "u64", "s64")
     dtype = numpy_type(kind)
     bits = dtype.itemsize * 8
 
     def unsigned(a: Array, start: Array, length: Array) -> Array:
-        shifted = np.right_shift(a, _shift_amount(start & _U32(0xFF), dtype))
-        return shifted & _low_mask(length & _U32(0xFF), dtype)
+        shifted = np.right_shift(a, _shift_amount(_field_operand(start, dtype), dtype))
+        return shifted & _low_mask(_field_operand(length, dtype), dtype)
 
     def signed(a: Array, start: Array, length: Array) -> Array:
-        shifted = np.right_shift(a, _shift_amount(start & _U32(0xFF), dtype))
-        unused = (_U32(bits) - np.minimum(length & _U32(0xFF), _U32(bits))).astype(dtype)
+        shifted = np.right_shift(a, _shift_amount(_field_operand(start, dtype), dtype))
+        unused = (_U32(bits) - np.minimum(_field_operand(length, dtype), _U32(bits))).astype(dtype)
         return np.right_shift(np.left_shift(shifted, unused), unused)
 
     return Elementwise(kind, (kind, "u32", "u32"), signed if kind[0] == "s" else unsigned)
@@ -200,8 +205,8 @@ def _insert(form: Form) -> Elementwise:
     dtype = numpy_type(kind)
 
     def insert(a: Array, b: Array, start: Array, length: Array) -> Array:
-        amount = _shift_amount(start & _U32(0xFF), dtype)
-        mask = np.left_shift(_low_mask(length & _U32(0xFF), dtype), amount)
+        amount = _shift_amount(_field_operand(start, dtype), dtype)
+        mask = np.left_shift(_low_mask(_field_operand(length, dtype), dtype), amount)
         return (b & ~mask) | (np.left_shift(a, amount) & mask)
 
     return Elementwise(kind, (kind, kind, "u32", "u32"), insert)

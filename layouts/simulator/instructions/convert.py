@@ -13,6 +13,7 @@ from layouts.simulator.instructions.formats import (
     canonical,
     f16_from_float,
     f32_from_bf16,
+    finite_tf32_from_f32,
     flush,
     fp8_from_f32,
     fp8_values,
@@ -111,10 +112,10 @@ def _as_f64(source: str, flushed: bool) -> Function:
 
 
 def _read_flush(conversion: _Conversion) -> bool:
-    """Whether subnormal sources are flushed: .ftz is for conversions that have an f32."""
+    """Whether subnormal sources are flushed: .ftz is for conversions that have an f32. To f16, hardware does not."""
     if "ftz" in conversion.flags and "f32" not in (conversion.source, conversion.result):
         raise conversion.form.refuse("the modifier .ftz is for f32")
-    return "ftz" in conversion.flags and conversion.source == "f32"
+    return "ftz" in conversion.flags and conversion.source == "f32" and conversion.result != "f16"
 
 
 def _integer_from_float(conversion: _Conversion) -> Elementwise:
@@ -234,6 +235,8 @@ def _from_f32(conversion: _Conversion) -> Elementwise:
     conversion.allow(("rna", "rn", "rz") if kind == "tf32" else ("rn", "rz"), ("relu", "satfinite"))
     if conversion.rounding == "rna" and "relu" in conversion.flags:
         raise conversion.form.refuse("the modifier .relu is not modelled with .rna")
+    if conversion.rounding == "rna" and "satfinite" in conversion.flags:
+        return conversion.one(finite_tf32_from_f32)
     narrow = _narrowed(kind, conversion.rounding or "rn")
     clamp = _clamped_if(conversion, kind)
 

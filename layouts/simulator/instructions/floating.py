@@ -17,6 +17,8 @@ from layouts.simulator.instructions.rounding import FLOAT_MODES, fma_f32, fma_f6
 
 _KINDS = ("f32", "f64")
 _F64 = np.float64
+_UPPER_WORD = np.uint64(0xFFFFFFFF << 32)
+_HALF_A_WORD = np.uint64(1 << 31)
 
 
 def with_flush(function: Function) -> Function:
@@ -135,13 +137,24 @@ def _without_saturation(form: Form, kind: str, num_sources: int, function: Funct
     return Elementwise(kind, (kind,) * num_sources, function)
 
 
+def _of_upper_words(function: Function) -> Function:
+    """.approx.ftz.f64: of a source only the upper 32 bits count (a NaN with none there is an infinity), of the result
+    the lower ones are 0."""
+
+    def of_upper_words(a: Array) -> Array:
+        result = flush(function(flush((np.asarray(a).view(np.uint64) & _UPPER_WORD).view(_F64))))
+        return np.where(np.isfinite(result), ((result.view(np.uint64) + _HALF_A_WORD) & _UPPER_WORD).view(_F64), result)
+
+    return of_upper_words
+
+
 @elementwise("rcp", "sqrt", types=_KINDS)
 def _reciprocal_or_root(form: Form) -> Elementwise:
     kind = form.rest[-1]
     function: Function = np.sqrt if form.base == "sqrt" else _reciprocal
     if kind == "f64" and form.base == "rcp" and form.flag("approx"):
         form.need("ftz")
-        return Elementwise(form.need("f64"), ("f64",), with_flush(function))
+        return Elementwise(form.need("f64"), ("f64",), _of_upper_words(function))
     if kind == "f64" or not form.flag("approx"):
         function = _directed(function, _read_rounding(form, kind))
     return _without_saturation(form, kind, 1, function)
@@ -152,7 +165,9 @@ def _inverse_root(form: Form) -> Elementwise:
     form.need("approx")
     flushed = form.flag("ftz")
     kind = form.need(*_KINDS)
-    return Elementwise(kind, (kind,), with_flush(_reciprocal_root) if flushed else _reciprocal_root)
+    if not flushed:
+        return Elementwise(kind, (kind,), _reciprocal_root)
+    return Elementwise(kind, (kind,), (_of_upper_words if kind == "f64" else with_flush)(_reciprocal_root))
 
 
 def _flushed_exp2(a: Array) -> Array:
@@ -269,7 +284,7 @@ _PROPERTIES: dict[str, Function] = {
     "infinite": np.isinf,
     "number": lambda a: ~np.isnan(a),
     "notanumber": np.isnan,
-    "normal": lambda a: np.isfinite(a) & (np.abs(a) >= SMALLEST_NORMAL[a.dtype.type]),
+    "normal": lambda a: np.isfinite(a) & ~_is_subnormal(a),  # zeros count as normal
     "subnormal": _is_subnormal,
 }
 

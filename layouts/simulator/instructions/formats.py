@@ -13,6 +13,8 @@ F16_NAN = np.uint16(0x7FFF).view(np.float16)
 F32_NAN = np.uint32(0x7FFFFFFF).view(np.float32)
 _EVEN_HALF = _U32(0x7FFF)
 _LOW_HALF = _U32(0xFFFF)
+_TF32 = _U32(0xFFFFE000)
+_EXPONENT = _U32(0x7F800000)
 SMALLEST_NORMAL = {
     np.float16: np.float16(2.0**-14),
     np.float32: np.float32(2.0**-126),
@@ -88,13 +90,23 @@ def bf16_from_f32(values: Array, mode: str = "rn") -> Array:
 
 
 def tf32_from_f32(values: Array, mode: str) -> Array:
-    """float32 rounded to the 10-bit mantissa of tf32, "rna" (ties away from zero), "rn" or "rz"."""
+    """float32 rounded to the 10-bit mantissa of tf32, "rna" (ties away from zero), "rn" or "rz".
+
+    NaN becomes 0x7fffffff, but "rna" knows no NaN: one with none of the upper payload's bits becomes an infinity.
+    """
     bits = values.view(_U32)
     if mode == "rna":
-        bits = bits + _U32(0x1000)
-    elif mode == "rn":
+        return ((bits + _U32(0x1000)) & _TF32).view(np.float32)
+    if mode == "rn":
         bits = bits + (_U32(0xFFF) + ((bits >> _U32(13)) & _U32(1)))
-    return canonical((bits & _U32(0xFFFFE000)).view(np.float32), values, F32_NAN)
+    return canonical((bits & _TF32).view(np.float32), values, F32_NAN)
+
+
+def finite_tf32_from_f32(values: Array) -> Array:
+    """As ``tf32_from_f32`` rounds with "rna"; what has the exponent of infinity is then one step smaller (.satfinite),
+    which makes infinities the largest finite number."""
+    bits = tf32_from_f32(values, "rna").view(_U32)
+    return np.where((bits & _EXPONENT) == _EXPONENT, bits - _U32(0x2000), bits).view(np.float32)
 
 
 @cache

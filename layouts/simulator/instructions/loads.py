@@ -123,7 +123,7 @@ def _shared_loader(machine: Machine, instruction: Instruction, form: _Form, oper
 
     def values(group: Group) -> Any:
         lanes, flat, active = access.places(group)
-        access.count(group, flat, active)
+        access.count(group, flat, active, loads=True)
         if machine.shadow is not None and len(flat):
             machine.shadow.read(lanes, flat, min(form.width, 16), instruction.index)
         loaded = units[(flat // form.size)[:, None] + steps]

@@ -6,6 +6,8 @@ two bits less, in any direction, gives what rounding the exact value once would 
 
 from __future__ import annotations
 
+from fractions import Fraction
+
 import numpy as np
 
 from layouts.simulator.instructions.elementwise import Array
@@ -16,6 +18,7 @@ FLOAT_MODES = ("rn", "rz", "rm", "rp")
 _F64 = np.float64
 _BELOW_HALF = np.uint64((1 << 28) - 1)  # the bits of a float64 below half a unit in the last place of a float32
 _SPLIT = _F64((1 << 27) + 1)
+_F64_SAFE = (-900, 990)  # exponents of a product, and of what else enters a sum, between which fma_f64 is exact
 
 
 def _two_sum(x: Array, y: Array) -> tuple[Array, Array]:
@@ -94,10 +97,33 @@ def fma_odd(a: Array, b: Array, c: Array) -> Array:
 
 
 def fma_f64(a: Array, b: Array, c: Array) -> Array:
-    """float64: a * b + c, rounded once, to nearest even, while no intermediate result over- or underflows."""
+    """float64: a * b + c, rounded once, to nearest even."""
     product, product_error = _two_product(a, b)
     low, low_error = _two_sum(c, product_error)
     high, high_error = _two_sum(product, low)
     result = high + odd_sum(low_error, high_error)
+    plain = np.asarray(a * b + c)
     # Zeros keep their sign, and infinities do not become NaN, in the plain formula.
-    return np.where(np.isfinite(result) & (result != 0), result, a * b + c)
+    result = np.where(np.isfinite(result) & (result != 0), result, plain)
+    return _with_exact_extremes(result, a, b, c)
+
+
+def _with_exact_extremes(result: Array, a: Array, b: Array, c: Array) -> Array:
+    """The results anew, one by one, where what the product's rounding cut off may have under- or overflowed."""
+    a, b, c = np.broadcast_arrays(a, b, c)
+    sizes = [np.frexp(x)[1].astype(np.int32) for x in (a, b, c)]
+    product = sizes[0] + sizes[1]
+    safe = (product > _F64_SAFE[0]) & (product < _F64_SAFE[1]) & (np.maximum(sizes[0], sizes[1]) < _F64_SAFE[1])
+    finite = np.isfinite(a) & np.isfinite(b) & np.isfinite(c)
+    for place in np.argwhere(finite & (a != 0) & (b != 0) & ~(safe & (sizes[2] < _F64_SAFE[1]))):
+        at = tuple(place)
+        exact = Fraction(float(a[at])) * Fraction(float(b[at])) + Fraction(float(c[at]))
+        result[at] = _nearest_f64(exact) if exact else result[at]
+    return result
+
+
+def _nearest_f64(exact: Fraction) -> float:
+    try:
+        return float(exact)
+    except OverflowError:
+        return float("inf") if exact > 0 else float("-inf")

@@ -20,17 +20,19 @@ class Gpu:
 
     Args:
         buffer_bytes: of that buffer.
+        keep_modules: do not unload a kernel's module after its run: ncu, when it patches code, does not survive that.
 
     Raises:
         ImportError: there is no package cuda-bindings.
         GpuError: there is no GPU.
     """
 
-    def __init__(self, buffer_bytes: int = 1 << 22):
+    def __init__(self, buffer_bytes: int = 1 << 22, keep_modules: bool = False):
         from cuda.bindings import driver
 
         self.driver = driver
         self.buffer_bytes = buffer_bytes
+        self.keep_modules = keep_modules
         self.call("cuInit", 0)
         self.device = self.call("cuDeviceGet", 0)
         self.start()
@@ -73,7 +75,8 @@ class Gpu:
             for array, address in zip(arrays, addresses, strict=True):
                 self.call("cuMemcpyDtoH", array.ctypes.data, address, array.nbytes)
         finally:
-            self.driver.cuModuleUnload(module)  # its status after a failure tells nothing new
+            if not self.keep_modules:
+                self.driver.cuModuleUnload(module)  # its status after a failure tells nothing new
 
     def _copy_in(self, arrays: Sequence[NDArray]) -> list[int]:
         addresses, end = [], self.buffer

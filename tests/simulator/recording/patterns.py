@@ -69,6 +69,7 @@ class Pattern:
         places: from the number of a lane to its byte in the warp's 8 KB of shared memory.
         far: the same for its 16 KB of global memory.
         active: from the number of a lane to whether it takes part.
+        collides: lanes write the same bytes, which the simulator would call a race.
     """
 
     name: str
@@ -76,6 +77,7 @@ class Pattern:
     places: Places | None = None
     far: Places | None = None
     active: Mask | None = None
+    collides: bool = False
 
     def ptx(self) -> str:
         loads = self.access.startswith("ld") and self.places is not None
@@ -86,7 +88,7 @@ class Pattern:
         if self.active is None:
             lines = lines.replace("@%p0 ", "")
         body = (f"{fill}    bar.sync 0;\n" if loads else "") + "    add.u32 %r4, %r1, %r2;\n" + lines
-        if self.access.startswith("cp.async"):
+        if "cp.async" in self.access:
             body += "    cp.async.commit_group;\n    cp.async.wait_group 0;\n"
         return _HEAD.format(name=self.name, tile=TILE_BYTES, inactive=INACTIVE) + body + _TAIL
 
@@ -121,6 +123,11 @@ def _swizzled_rows(lane: NDArray[np.int64]) -> NDArray[np.int64]:
     return lane // 8 * 128 + ((lane % 8) ^ (lane // 8)) * 16
 
 
+def _apart(step: int) -> Places:
+    """Neighbouring places for lanes i and i + 16."""
+    return lambda lane: (lane % 16 * 2 + lane // 16) * step
+
+
 _VECTORS = {4: ("b32", "%r10"), 8: ("v2.b32", "{%r10, %r11}"), 16: ("v4.b32", "{%r10, %r11, %r12, %r13}")}
 
 
@@ -130,6 +137,14 @@ def _low(lane: NDArray[np.int64]) -> NDArray[np.bool_]:
 
 def _even(lane: NDArray[np.int64]) -> NDArray[np.bool_]:
     return lane % 2 == 0
+
+
+def _eighth(lane: NDArray[np.int64]) -> NDArray[np.bool_]:
+    return lane % 8 == 0
+
+
+def _first_two_of_four(lane: NDArray[np.int64]) -> NDArray[np.bool_]:
+    return lane % 4 < 2
 
 
 def _third(lane: NDArray[np.int64]) -> NDArray[np.bool_]:
@@ -162,8 +177,15 @@ def _shared() -> list[Pattern]:
             "pairs_rows": lambda lane: lane // 2 * 128, "fours_rows": lambda lane: lane // 4 * 128,
         }  # fmt: skip
         for name, places in repeated.items():
-            result.append(Pattern(f"ld_shared_{width}_{name}", f"ld.shared.{kind} {values}, [%r4];", places))
-        for name, mask in {"low": _low, "even": _even, "third": _third}.items():
+            load, store = f"ld.shared.{kind} {values}, [%r4];", f"st.shared.{kind} [%r4], {values};"
+            result.append(Pattern(f"ld_shared_{width}_{name}", load, places))
+            result.append(Pattern(f"st_shared_{width}_{name}", store, places, collides=True))
+            if name in ("pairs", "fours", "pairs_rows"):
+                label = f"{width}_{name}_two_of_four_lanes"
+                mask = _first_two_of_four
+                result.append(Pattern(f"ld_shared_{label}", load, places, active=mask))
+                result.append(Pattern(f"st_shared_{label}", store, places, active=mask, collides=True))
+        for name, mask in {"low": _low, "even": _even, "third": _third, "eighth": _eighth}.items():
             for step in (width, 2 * width):
                 label = f"{width}_{name}_lanes_{step}"
                 load, store = f"ld.shared.{kind} {values}, [%r4];", f"st.shared.{kind} [%r4], {values};"
@@ -202,10 +224,32 @@ def _copies() -> list[Pattern]:
             "plain": (_plain(width), _plain(width)), "padded": (_plain(128 + width), _plain(width)),
             "rows": (_plain(128), _plain(width)), "far_strided": (_plain(width), _plain(64)),
             "swizzled": ({4: _swizzled_words}.get(width, _swizzled), _plain(width)),
+            "shifted": (lambda lane, w=width: (lane + 1) * w, _plain(width)),  # type: ignore[misc]
+            "pairs_swapped": (lambda lane, w=width: (lane ^ 1) * w, _plain(width)),  # type: ignore[misc]
+            "padded_rows": (lambda lane, w=width: lane * w + lane * w // 128 * 16, _plain(width)),  # type: ignore[misc]
+            "far_shifted": (_plain(width), lambda lane, w=width: (lane + 1) * w),  # type: ignore[misc]
+            "far_middle": (_plain(width), lambda lane, w=width: lane * w + 64),  # type: ignore[misc]
+            "far_reversed": (_plain(width), lambda lane, w=width: (31 - lane) * w),  # type: ignore[misc]
+            "far_pairs_swapped": (_plain(width), lambda lane, w=width: (lane ^ 1) * w),  # type: ignore[misc]
+            "far_repeated": (_plain(width), lambda lane, w=width: lane % 8 * w),  # type: ignore[misc]
+            "far_broadcast": (_plain(width), _plain(0)),
+            "far_rows": (_plain(width), lambda lane, w=width: lane % 4 * 128 + lane // 4 * w),  # type: ignore[misc]
+            "far_short_rows": (_plain(width), lambda lane, w=width: lane * w + lane // 4 * 16),  # type: ignore[misc]
+            "apart": (_apart(width), _apart(width)),
+            "scattered": (
+                lambda lane, w=width: lane * 11 % 37 * w,  # type: ignore[misc]
+                lambda lane, w=width: (lane * lane + 3 * lane) % 97 * w,  # type: ignore[misc]
+            ),
+            "rows_far_rows": (_plain(128), lambda lane, w=width: lane % 4 * 128 + lane // 4 * w),  # type: ignore[misc]
         }  # fmt: skip
         for name, (places, far) in shapes.items():
             result.append(Pattern(f"{label}_{name}", access, places, far))
-        result.append(Pattern(f"{label}_low_lanes", access, _plain(width), _plain(width), _low))
+        masks = {"low": _low, "even": _even, "third": _third, "eighth": _eighth, "two_of_four": _first_two_of_four}
+        for name, mask in masks.items():
+            result.append(Pattern(f"{label}_{name}_lanes", access, _plain(width), _plain(width), mask))
+        # Every other run of lanes copies nothing and fills with zeros.
+        zeros = f"and.b32 %r14, %r0, {width};\ncp.async.{cache}.shared.global [%r4], [%d1], {width}, %r14;"
+        result.append(Pattern(f"{label}_zeros", zeros, _plain(width), _plain(width)))
     return result
 
 

@@ -15,7 +15,7 @@ from layouts.simulator.simulate import simulate
 from tests.simulator.recording.micro import BLOCK, THREADS, MicroKernel, Tolerance
 from tests.simulator.recording.table import digest, key, micro_kernels
 
-_FLOATS = {"f16": "f2", "f16x2": "f2", "f32": "f4", "tf32": "f4", "f64": "f8"}
+_FLOATS = {"bf16": "f4", "bf16x2": "f4", "f16": "f2", "f16x2": "f2", "f32": "f4", "tf32": "f4", "f64": "f8"}
 
 
 @dataclass
@@ -126,7 +126,7 @@ def compare(record: Record, kernel: MicroKernel, results: list[NDArray]) -> Mism
 def differs(kind: str, ours: NDArray, theirs: NDArray, tolerance: Tolerance | None = None) -> NDArray[np.bool_]:
     """Which values of a type differ, given as raw bits. Any NaN equals any other; a tolerance widens the rest."""
     same = ours == theirs
-    if kind in (*_FLOATS, "bf16", "bf16x2"):
+    if kind in _FLOATS:
         left, right = _numbers(kind, ours), _numbers(kind, theirs)
         close = (np.isnan(left) & np.isnan(right)) | (_raw_parts(kind, ours) == _raw_parts(kind, theirs))
         if tolerance is not None:
@@ -144,5 +144,5 @@ def _numbers(kind: str, raw: NDArray) -> NDArray[np.float64]:
     parts = _raw_parts(kind, raw)
     if kind.startswith("bf16"):
         parts = (parts.astype(np.uint32) << np.uint32(16)).view(np.float32)
-        return parts.astype(np.float64)
-    return parts.view(_FLOATS[kind]).astype(np.float64)
+    with np.errstate(invalid="ignore"):  # signalling NaNs
+        return parts.view(_FLOATS[kind]).astype(np.float64)

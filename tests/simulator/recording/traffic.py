@@ -8,13 +8,11 @@ runs ``ncu`` over ``... traffic launch``, which launches every pattern once, and
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import re
-import subprocess
 import sys
-import time
-from collections.abc import Iterable
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,65 +20,79 @@ from layouts.simulator.report import Report
 from layouts.simulator.simulate import simulate
 from tests.simulator.recording.gpu import Gpu
 from tests.simulator.recording.patterns import KINDS, THREADS, Pattern, patterns
+from tests.simulator.recording.profiler import Counters, Profiler, count_in_parts, merged, patches_code
 
-_WAVEFRONTS = "l1tex__data_pipe_lsu_wavefronts_mem_shared"
+_WAVEFRONTS = "l1tex__data_pipe_lsu_wavefronts_mem_shared_op_"
+_COPIES = "smsp__sass_l1tex_data_pipe_lsu_wavefronts_mem_shared_op_ldgsts_cache_"
 _SECTORS = "l1tex__t_sectors_pipe_lsu_mem_global_op_"
-_REQUESTS = "l1tex__t_requests_pipe_lsu_mem_global_op_"
-_COPIED = "sm__sass_l1tex_t_sectors_pipe_lsu_mem_global_op_ldgsts_cache_"
 
-COUNTERS: dict[str, tuple[str, ...]] = {
-    "shared": (f"{_WAVEFRONTS}.sum",),
-    "shared loads": (f"{_WAVEFRONTS}_op_ld.sum",),
-    "shared stores": (f"{_WAVEFRONTS}_op_st.sum",),
-    "shared copies": (f"{_WAVEFRONTS}_op_ldgsts.sum",),
-    "global loads": (f"{_SECTORS}ld.sum",),
-    "global stores": (f"{_SECTORS}st.sum",),
-    "global copies": (f"{_COPIED}access.sum", f"{_COPIED}bypass.sum"),
+
+@dataclass(frozen=True)
+class Counter:
+    """Two numbers that ought to be equal.
+
+    Attributes:
+        kinds: of instructions, as ``simulated`` names them; their sum is the simulator's number.
+        metric: the GPU's.
+        unless: if the kernel has instructions of this kind, the metric counts something else.
+    """
+
+    kinds: tuple[str, ...]
+    metric: str
+    unless: str = ""
+
+
+COUNTERS = {
+    "shared loads": Counter(("wavefronts ld", "wavefronts ldmatrix"), f"{_WAVEFRONTS}ld.sum"),
+    "shared stores": Counter(("wavefronts st", "wavefronts stmatrix"), f"{_WAVEFRONTS}st.sum"),
+    "cached copies": Counter(("wavefronts cp.async.ca",), f"{_COPIES}access.sum"),
+    "copies past L1": Counter(("wavefronts cp.async.cg",), f"{_COPIES}bypass.sum"),
+    # Of copies past L1 this counts pairs of a line of global memory and 32 bytes of shared memory.
+    "sectors of loads": Counter(("sectors ld", "sectors cp.async.ca"), f"{_SECTORS}ld.sum", unless="cp.async.cg"),
+    "sectors of stores": Counter(("sectors st",), f"{_SECTORS}st.sum"),
+    # No pattern loads anything twice, so that nothing hits L1.
+    "sectors from L2": Counter(
+        ("sectors ld", "sectors cp.async.ca", "sectors cp.async.cg"),
+        "l1tex__m_xbar2l1tex_read_sectors_mem_lg_op_ld.sum",
+    ),
 }
-"""What the simulator counts, and the metrics whose sum it is."""
+"""Not among them is ``l1tex__data_pipe_lsu_wavefronts_mem_shared.sum``. It counts further wavefronts, in its part
+"op_misc": one for each warp, one for each bar.sync of a block, and three more for each warp that copies."""
 
-FURTHER = (
-    f"{_REQUESTS}ld.sum", f"{_REQUESTS}st.sum", "smsp__inst_executed.sum",
-    "l1tex__data_bank_conflicts_pipe_lsu_mem_shared_op_ld.sum",
-    "l1tex__data_bank_conflicts_pipe_lsu_mem_shared_op_st.sum",
-)  # fmt: skip
-"""Recorded to explain differences."""
-
-INSTRUMENTED = (
-    *COUNTERS["global copies"], "smsp__sass_l1tex_data_pipe_lsu_wavefronts_mem_shared_op_ldgsts.sum",
-    "sm__sass_l1tex_data_pipe_lsu_wavefronts_mem_shared_op_ldgsts_cache_bypass.sum",
-)  # fmt: skip
-"""Metrics for which ncu patches the code, which is slow: for the kernels with copies only."""
+RECORDED = list(dict.fromkeys(counter.metric for counter in COUNTERS.values()))
 
 
 def simulated(report: Report) -> dict[str, int]:
-    """The simulator's numbers, by the names of ``COUNTERS``."""
-    counts = dict.fromkeys(COUNTERS, 0)
+    """The simulator's counts by kind of instruction: "sectors ld", "wavefronts cp.async.ca", "executions ldmatrix"."""
+    counts: dict[str, int] = {}
     for each in report.instructions:
-        base = each.opcode.split(".")[0]
-        kind = "copies" if base == "cp" else "loads" if base.startswith("ld") else "stores"
-        counts["shared"] += each.wavefronts
-        counts[f"shared {kind}"] += each.wavefronts
-        counts[f"global {kind}"] += each.sectors
+        parts = each.opcode.split(".")
+        kind = ".".join(parts[:3]) if parts[0] == "cp" else parts[0]
+        counted = {"wavefronts": each.wavefronts, "sectors": each.sectors, "executions": each.executions}
+        for what, count in counted.items():
+            counts[f"{what} {kind}"] = counts.get(f"{what} {kind}", 0) + count
     return counts
 
 
 def simulate_pattern(pattern: Pattern) -> dict[str, int]:
     """Raises AssertionError if the simulator finds something wrong with the kernel."""
-    report = simulate(pattern.ptx(), pattern.arrays(), grid=1, block=THREADS)
+    report = simulate(pattern.ptx(), pattern.arrays(), grid=1, block=THREADS, checked=not pattern.collides)
     if report.findings:
         raise AssertionError(f"{pattern.name}: {[str(finding) for finding in report.findings]}")
     return simulated(report)
 
 
-def measured(metrics: dict[str, float]) -> dict[str, int]:
-    """The GPU's numbers, by the names of ``COUNTERS``; those whose metrics are all missing are left out."""
-    counts = {}
-    for name, parts in COUNTERS.items():
-        known = [metrics[part] for part in parts if part in metrics]
-        if known:
-            counts[name] = round(sum(known))
-    return counts
+def unequal(
+    ours: dict[str, int], metrics: dict[str, float], counters: dict[str, Counter]
+) -> dict[str, tuple[int, int]]:
+    """The counters that differ, as (simulator's, GPU's); those whose metric is missing are left out."""
+    found = {}
+    for name, counter in counters.items():
+        if counter.metric in metrics and not ours.get(f"sectors {counter.unless}"):
+            pair = sum(ours.get(kind, 0) for kind in counter.kinds), round(metrics[counter.metric])
+            if pair[0] != pair[1]:
+                found[name] = pair
+    return found
 
 
 def differences(record: dict[str, Any]) -> dict[str, dict[str, tuple[int, int]]]:
@@ -91,91 +103,56 @@ def differences(record: dict[str, Any]) -> dict[str, dict[str, tuple[int, int]]]
     """
     found = {}
     for name, metrics in record["kernels"].items():
-        ours, theirs = simulate_pattern(patterns()[name]), measured(metrics)
-        wrong = {counter: (ours[counter], theirs[counter]) for counter in theirs if ours[counter] != theirs[counter]}
-        if wrong:
+        if wrong := unequal(simulate_pattern(patterns()[name]), metrics, COUNTERS):
             found[name] = wrong
     return found
 
 
-def read_csv(lines: Iterable[str], by: str = "Kernel Name") -> dict[str, dict[str, float]]:
-    """The output of ``ncu --csv``, a row for each metric or for each kernel, as metrics by kernel.
-
-    Args:
-        by: the column that names kernels: "Kernel Name", or "ID" where one kernel is launched several times.
-
-    Raises:
-        ValueError: it holds no table.
-    """
-    kept = list(lines)
-    start = next((i for i, line in enumerate(kept) if line.startswith('"ID"')), None)
-    if start is None:
-        raise ValueError("no table in ncu's output:\n" + "".join(kept)[-2000:])
-    kernels: dict[str, dict[str, float]] = {}
-    for row in csv.DictReader(kept[start:]):
-        name = (row.get(by) or "").split("(")[0]
-        if not name:
-            continue  # the row of units
-        if "Metric Name" in row:
-            cells = {row["Metric Name"]: row["Metric Value"]}
-        else:
-            cells = {column: value for column, value in row.items() if "__" in (column or "")}
-        numbers = {metric: _number(value) for metric, value in cells.items()}
-        kernels.setdefault(name, {}).update({metric: value for metric, value in numbers.items() if value is not None})
-    return kernels
-
-
-def _number(text: str | None) -> float | None:
-    """None for what ncu calls n/a."""
-    digits = (text or "").replace(",", "")
-    return float(digits) if re.fullmatch(r"-?\d+(\.\d+)?(e[+-]?\d+)?", digits) else None
-
-
-def launch(match: str = "") -> None:
-    """Every pattern, or those whose name has a match of the expression, once."""
-    gpu = Gpu()
+def launch(names: str = "") -> None:
+    """Every pattern, or those whose whole name the expression matches, once."""
+    gpu = Gpu(keep_modules=True)
     for name, pattern in patterns().items():
-        if re.search(match, name):
+        if re.fullmatch(names or ".*", name):
             gpu.run(pattern.ptx(), name, pattern.arrays(), 1, THREADS)
 
 
-def profile(ncu: str, metrics: Iterable[str], match: str, timeout: float) -> dict[str, dict[str, float]]:
-    """The counters of the patterns that match, by kernel and metric.
+def count_patterns(profiler: Profiler, metrics: Sequence[str], names: Sequence[str]) -> Counters:
+    """The counters of patterns. If ncu ends early, those that it left out are launched again, while some come.
 
     Raises:
-        RuntimeError: ncu failed; the message has what it printed.
+        RuntimeError: there are none.
     """
-    command = [ncu, "--csv", "--clock-control", "none", "--print-units", "base", "--metrics", ",".join(metrics)]
-    command += [sys.executable, "-m", "tests.simulator.recording.traffic", "launch", "--match", match]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout)
-    try:
-        found = read_csv(done.stdout.splitlines(True))
-    except ValueError as error:
-        raise RuntimeError(f"ncu ended with {done.returncode}: {error}\n{done.stderr[-2000:]}") from error
-    if done.returncode:
-        print(f"ncu ended with {done.returncode}: {done.stderr[-500:]}")
+    program = [sys.executable, "-m", "tests.simulator.recording.traffic", "launch", "--match"]
+    found = profiler.count(metrics, [*program, "|".join(names)])
+    while missing := [name for name in names if name not in found]:
+        try:
+            more = profiler.count(metrics, [*program, "|".join(missing)])
+        except RuntimeError as error:
+            print(f"FAILED {', '.join(missing)}: {error}", flush=True)
+            break
+        found = merged(found, more)
     return found
 
 
-def profile_all(ncu: str, match: str, timeout: float, path: Path) -> dict[str, Any]:
-    """All metrics of the patterns that match, kind by kind; the record is written after each, so that none is lost."""
-    record: dict[str, Any] = {"about": Gpu().about(), "kernels": {}}
-    version = subprocess.run([ncu, "--version"], capture_output=True, text=True).stdout
-    record["about"]["ncu"] = "".join(re.findall(r"Version (\S+)", version)[:1])
-    counted = [metric for parts in COUNTERS.values() for metric in parts if metric not in INSTRUMENTED]
-    runs = [([*counted, *FURTHER], kind) for kind in KINDS] + [(list(INSTRUMENTED), "cp_async")]
+def profile(profiler: Profiler, metrics: Sequence[str], match: str, path: Path) -> dict[str, Any]:
+    """Counters of the patterns whose name has a match, kind by kind; a record that stands at the path is completed.
+
+    Metrics for which ncu patches the code have runs of their own. The record is written after each run.
+    """
+    record: dict[str, Any] = {"kernels": {}}
+    if path.exists():
+        record = json.loads(path.read_text(encoding="utf-8"))
+    record["about"] = Gpu().about() | {"ncu": profiler.version()}
+    patched = [metric for metric in metrics if patches_code(metric)]
+    counted = [metric for metric in metrics if metric not in patched]
     path.parent.mkdir(parents=True, exist_ok=True)
-    for metrics, kind in runs:
-        started = time.perf_counter()
-        try:
-            found = profile(ncu, metrics, f"^{kind}(?:.*({match}))" if match else f"^{kind}", timeout)
-        except (RuntimeError, subprocess.TimeoutExpired) as error:
-            print(f"FAILED {kind}: {error}", flush=True)
-            continue
-        print(f"{kind}: {len(found)} patterns in {time.perf_counter() - started:.1f} s", flush=True)
-        for name, values in found.items():
-            record["kernels"].setdefault(name, {}).update(values)
-        path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    for kind, chosen in ((kind, chosen) for kind in KINDS for chosen in (counted, patched)):
+        names = [name for name in patterns() if name.startswith(kind) and re.search(match, name)]
+        if names and chosen:
+            print(f"{kind}: ", end="")
+            found = count_in_parts(lambda some, names=names: count_patterns(profiler, some, names), chosen)  # type: ignore[misc]
+            record["kernels"] = merged(record["kernels"], found)
+            path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     return record
 
 
@@ -183,18 +160,28 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Counts the memory traffic of access patterns on a GPU.")
     commands = parser.add_subparsers(dest="command", required=True)
     launching = commands.add_parser("launch", help="launch every pattern once")
+    launching.add_argument("--match", default="", help="only patterns whose whole name this expression matches")
     profiling = commands.add_parser("profile", help="launch them under ncu and keep its counters")
     profiling.add_argument("--ncu", default="ncu", help="the command")
     profiling.add_argument("--timeout", type=float, default=120, help="of each run of ncu, in seconds")
-    profiling.add_argument("--output", type=Path, required=True, help="the .json file to write")
-    for each in (launching, profiling):
-        each.add_argument("--match", default="", help="only patterns whose name has a match of this expression")
+    profiling.add_argument("--output", type=Path, required=True, help="the .json file to write, or to add to")
+    profiling.add_argument("--match", default="", help="only patterns whose name has a match of this expression")
+    profiling.add_argument("--metrics", nargs="+", help="without .sum; expressions stand for all that they match")
+    comparing = commands.add_parser("compare", help="a record with the simulator")
+    comparing.add_argument("record", type=Path)
     options = parser.parse_args()
     if options.command == "launch":
         launch(options.match)
-        return
-    record = profile_all(options.ncu, options.match, options.timeout, options.output)
-    print(", ".join(f"{name} {value}" for name, value in record["about"].items()))
+    elif options.command == "profile":
+        profiler = Profiler(options.ncu, options.timeout)
+        metrics = profiler.choose(options.metrics) if options.metrics else RECORDED
+        record = profile(profiler, metrics, options.match, options.output)
+        print(", ".join(f"{name} {value}" for name, value in record["about"].items()))
+    else:
+        compare(json.loads(options.record.read_text(encoding="utf-8")))
+
+
+def compare(record: dict[str, Any]) -> None:
     wrong = differences(record)
     print(f"{len(record['kernels'])} of {len(patterns())} patterns recorded, {len(wrong)} differ (simulator, GPU)")
     for name, counters in wrong.items():
