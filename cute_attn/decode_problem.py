@@ -63,7 +63,7 @@ class DecodeArguments(NamedTuple):
     """
 
     q: Any  # 16-bit rows
-    k: Any  # (batch, capacity, heads_kv, head_dim), or the pool (pages, page_size, heads_kv, head_dim)
+    k: Any  # (batch, capacity, heads_kv, head_dim), or the pool (pages, page_size, heads_kv, head_dim); int8 for float8
     v: Any  # the same
     out: Any  # 16-bit rows
     lse: Any  # float32 (batch, q_len, heads); None without return_lse

@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 from cute_attn.arch import Arch
 from cute_attn.configs import PrefillConfig
+from cute_attn.decode_configs import DecodeConfig
+from cute_attn.decode_problem import DecodeProblem
 from cute_attn.problem import KernelSpec, PrefillProblem
 
 if TYPE_CHECKING:
@@ -53,19 +55,26 @@ TOOL_SETTINGS = tuple(
 )
 
 # Files and folders of the package that decide machine code.
-SOURCES = ("kernels", "arch.py", "configs.py", "problem.py", "compiler/build.py")
+SOURCES = (
+    "kernels", "arch.py", "configs.py", "decode_configs.py", "decode_problem.py", "problem.py", "compiler/build.py",
+)  # fmt: skip
+
+# What specs are made of, by the names that descriptions give them.
+PROBLEMS = {"prefill": PrefillProblem, "decode": DecodeProblem}
+CONFIGS = {"prefill": PrefillConfig, "decode": DecodeConfig}
 
 
 def describe(spec: KernelSpec) -> dict[str, Any]:
     """A spec as plain values that JSON can hold; ``spec_of`` reads it back."""
-    return asdict(spec)
+    kind = "decode" if isinstance(spec.problem, DecodeProblem) else "prefill"
+    return {"kind": kind, **asdict(spec)}
 
 
 def spec_of(description: dict[str, Any]) -> KernelSpec:
     """The spec that ``describe`` described."""
     return KernelSpec(
-        problem=PrefillProblem(**description["problem"]),
-        config=PrefillConfig(**description["config"]),
+        problem=PROBLEMS[description["kind"]](**description["problem"]),
+        config=CONFIGS[description["kind"]](**description["config"]),
         arch=Arch(**description["arch"]),
     )
 
