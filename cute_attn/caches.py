@@ -74,6 +74,8 @@ class ContiguousCache:
     scale: Scale | tuple[Scale, Scale] | None = None
     k_scale: Scale = field(init=False, repr=False)
     v_scale: Scale = field(init=False, repr=False)
+    k_bits: Tensor = field(init=False, repr=False)
+    v_bits: Tensor = field(init=False, repr=False)
     key: CacheKey | None = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -133,6 +135,8 @@ class PagedCache:
     scale: Scale | tuple[Scale, Scale] | None = None
     k_scale: Scale = field(init=False, repr=False)
     v_scale: Scale = field(init=False, repr=False)
+    k_bits: Tensor = field(init=False, repr=False)
+    v_bits: Tensor = field(init=False, repr=False)
     k_page_table: Tensor = field(init=False, repr=False)
     v_page_table: Tensor = field(init=False, repr=False)
     key: CacheKey | None = field(init=False, repr=False)
@@ -195,6 +199,7 @@ def _set_key(cache: Cache, table_kind: tuple[Any, ...]) -> None:
         raise argument_error(argument, "its type", type(x).__name__, "torch.Tensor")
     if torch.compiler.is_compiling() or not (_has_memory(k) and _has_memory(v)):
         _check(cache)
+        _set_bits(cache)
         object.__setattr__(cache, "key", None)
         return
     kind = (
@@ -218,6 +223,13 @@ def _set_key(cache: Cache, table_kind: tuple[Any, ...]) -> None:
             allowed = f"a multiple of {ALIGNMENT} (call .clone())"
             raise argument_error(argument, "address of its first element", hex(x.data_ptr()), allowed)
     object.__setattr__(cache, "key", key)
+    _set_bits(cache)
+
+
+def _set_bits(cache: Cache) -> None:
+    """``k_bits`` and ``v_bits``: k and v as kernels take them, which know of no float8."""
+    for name, x in (("k_bits", cache.k), ("v_bits", cache.v)):
+        object.__setattr__(cache, name, x.view(torch.int8) if x.dtype == torch.float8_e4m3fn else x)
 
 
 def _has_memory(x: Tensor) -> bool:

@@ -70,10 +70,10 @@ def decode(
     if plan.kernel is None:
         _fill_unseen(out, lse, sinks)
     elif plan.one_device or torch.cuda.current_device() == q.get_device():
-        _launch(plan, cache, (q, k, v, out, lse), lengths, sinks)
+        _launch(plan, cache, (q, cache.k_bits, cache.v_bits, out, lse), lengths, sinks)
     else:
         with torch.cuda.device(q.get_device()):
-            _launch(plan, cache, (q, k, v, out, lse), lengths, sinks)
+            _launch(plan, cache, (q, cache.k_bits, cache.v_bits, out, lse), lengths, sinks)
     return out, lse
 
 

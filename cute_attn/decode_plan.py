@@ -40,6 +40,7 @@ from cute_attn.workspace import Workspace
 
 LARGEST_SCALE = 1e38
 SMALLEST_TILE_M = 8
+MAX_BATCH = 65535  # what a grid's second dimension bears
 MAX_ROWS = 2**24  # query heads x query tokens that share a head of the cache
 
 
@@ -210,9 +211,13 @@ def _check_limits(sizes: DecodeSizes) -> None:
     if sizes.kv_rows > MAX_ROWS:
         what = "query tokens x heads that share a head of the cache"
         raise argument_error("q", what, sizes.kv_rows, f"at most {MAX_ROWS}")
-    blocks = (sizes.kv_rows // SMALLEST_TILE_M + 1) * sizes.heads_kv * sizes.batch
+    if sizes.batch > MAX_BATCH:
+        raise argument_error("lengths", "length", sizes.batch, f"at most {MAX_BATCH}")
+    blocks = (sizes.kv_rows // SMALLEST_TILE_M + 1) * sizes.heads_kv
     if blocks > MAX_BLOCKS:
-        raise argument_error("q", "number of blocks (batch x heads x tiles of rows)", blocks, f"at most {MAX_BLOCKS}")
+        raise argument_error(
+            "q", "number of blocks (heads of the cache x tiles of rows)", blocks, f"at most {MAX_BLOCKS}"
+        )
 
 
 def _window(options: DecodeOptions, sizes: DecodeSizes) -> int:

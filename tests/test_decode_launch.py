@@ -70,10 +70,12 @@ class ReferenceKernel:
     def _cache(self, arguments: DecodeArguments) -> Any:
         # The host folded what it knew of the scales into scale_log2 and v_factor.
         scale = (arguments.k_scale, arguments.v_factor * arguments.v_scale) if self.problem.quantised else None
+        dtype = getattr(torch, self.problem.cache_dtype)
+        k, v = arguments.k.view(dtype), arguments.v.view(dtype)
         if self.problem.page_size == 0:
-            return ContiguousCache(arguments.k, arguments.v, scale)
+            return ContiguousCache(k, v, scale)
         table = torch.stack([arguments.k_page_table, arguments.v_page_table], dim=1)
-        return PagedCache(arguments.k, arguments.v, table, scale)
+        return PagedCache(k, v, table, scale)
 
     def _check(self, arguments: DecodeArguments) -> None:
         """What a compiled kernel relies on."""
@@ -83,6 +85,7 @@ class ReferenceKernel:
         assert arguments.out.shape == arguments.q.shape
         for name in ("q", "k", "v", "out"):
             x = getattr(arguments, name)
+            assert x.dtype == (torch.int8 if problem.quantised and name in "kv" else getattr(torch, problem.dtype))
             multiple = 16 // x.element_size()
             assert x.stride(3) == 1
             assert all(stride % multiple == 0 for stride in x.stride()[:3])
@@ -208,8 +211,9 @@ def test_arguments_in_order(machine: Machine) -> None:
     )
     got = machine.arguments
     assert got.q is arguments["q"]
-    assert got.k is cache.k
-    assert got.v is cache.v
+    assert got.k is cache.k_bits
+    assert got.v is cache.v_bits
+    assert got.k.data_ptr() == cache.k.data_ptr()
     assert got.out is out
     assert got.lse is lse
     assert got.lengths is arguments["lengths"]
@@ -475,6 +479,19 @@ def test_a_cold_call_in_a_capture_says_what_to_do(machine: Machine) -> None:
     machine.capture = 1
     cute_attn.decode(**call())
     cute_attn.decode(**(call() | {"q": normal(3, 3, 4, 16)}))
+
+
+def test_limits(machine: Machine) -> None:
+    q, k = normal(1, 1, 1, 16), normal(1, 1, 1, 16)
+    many = 65536
+    with pytest.raises(ValueError, match="lengths: length is 65536; allowed: at most 65535"):
+        cute_attn.decode(
+            q.expand(many, 1, 1, 16),
+            ContiguousCache(*(k.expand(many, 1, 1, 16),) * 2),
+            torch.zeros(many, dtype=torch.int32),
+        )
+    with pytest.raises(ValueError, match="q: query tokens x heads that share a head of the cache is 16777217; allowed"):
+        cute_attn.decode(q.expand(1, 2**24 + 1, 1, 16), ContiguousCache(k, k), lengths(1))
 
 
 def test_unsupported_device(machine: Machine) -> None:
