@@ -176,19 +176,22 @@ def _blocks(sizes: DecodeSizes, config: DecodeConfig) -> int:
 def _splits(options: DecodeOptions, sizes: DecodeSizes, config: DecodeConfig, multiprocessors: int) -> tuple[int, int]:
     """(blocks that share a sequence, tokens of each; 0 tokens where they share the length evenly)."""
     tiles = -(-sizes.capacity // config.tile_tokens)
+    seen = sizes.capacity
+    if options.window != NO_WINDOW:
+        seen = min(seen, options.window + sizes.q_len - 1)
     if options.split_size != UNSET:
         size = min(-(-options.split_size // config.tile_tokens), tiles) * config.tile_tokens
-        splits = -(-sizes.capacity // size)
+        # One more with a window, which starts anywhere in its first part.
+        splits = min(-(-sizes.capacity // size), -(-seen // size) + 1)
         if splits > MAX_SPLITS:
             smallest = -(-sizes.capacity // MAX_SPLITS)
             raise argument_error("split_size", "it", options.split_size, f"at least {smallest} at this capacity")
         return splits, size
     if options.num_splits != UNSET:
         return min(options.num_splits, tiles), 0  # further ones would stay empty at any length
-    if options.window != NO_WINDOW:  # one more tile, as the window starts anywhere in its first
-        tiles = min(tiles, -(-(options.window + sizes.q_len - 1) // config.tile_tokens) + 1)
+    tiles = min(tiles, -(-seen // config.tile_tokens) + 1)
     slots = multiprocessors * config.blocks_per_multiprocessor
-    return choose_num_splits(Work(_blocks(sizes, config), tiles, config.tile_tokens, slots)), 0
+    return choose_num_splits(Work(_blocks(sizes, config), tiles, config.tile_tokens, multiprocessors, slots)), 0
 
 
 def decode_problem(call: DecodeCall) -> DecodeProblem:

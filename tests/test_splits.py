@@ -2,42 +2,59 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 
 from cute_attn.splits import MAX_AUTO_SPLITS, Work, choose_num_splits
 
-TILE = 256
-SLOTS = 264  # an H200's, with two blocks a multiprocessor
+TILE, MULTIPROCESSORS, SLOTS = 64, 132, 264  # an H200's, with two blocks a multiprocessor
+HEADS_KV = 8
+
+
+def splits_of(blocks: int, tiles: int) -> int:
+    return choose_num_splits(Work(blocks, tiles, TILE, MULTIPROCESSORS, SLOTS))
 
 
 @pytest.mark.parametrize("blocks", [1, 3, 8, 64, 131, 264, 265, 1000, 100_000])
 @pytest.mark.parametrize("tiles", [1, 2, 7, 32, 500, 10_000])
 def test_bounds(blocks: int, tiles: int) -> None:
-    splits = choose_num_splits(Work(blocks, tiles, TILE, SLOTS))
-    assert 1 <= splits <= min(tiles, MAX_AUTO_SPLITS)
+    assert 1 <= splits_of(blocks, tiles) <= min(tiles, MAX_AUTO_SPLITS)
 
 
 def test_nothing_to_split() -> None:
-    assert choose_num_splits(Work(0, 100, TILE, SLOTS)) == 1
-    assert choose_num_splits(Work(8, 0, TILE, SLOTS)) == 1
-    assert choose_num_splits(Work(8, 1, TILE, SLOTS)) == 1
+    assert splits_of(0, 100) == 1
+    assert splits_of(8, 0) == 1
+    assert splits_of(8, 1) == 1
 
 
-def test_full_waves_are_not_split() -> None:
-    for waves in (1, 2, 4):
-        assert choose_num_splits(Work(SLOTS * waves, 32, TILE, SLOTS)) == 1
+# The fastest of those tried on an H200, bf16, head dim 128; between the two all were within a percent or two.
+MEASURED = {
+    (1, 512): (8, 8),
+    (1, 1024): (8, 16),
+    (1, 2048): (8, 24),
+    (1, 8192): (16, 24),
+    (1, 131_072): (16, 32),
+    (8, 1024): (1, 4),
+    (8, 8192): (1, 6),
+    (32, 2048): (1, 1),
+    (32, 8192): (1, 1),
+    (128, 1024): (1, 1),
+    (128, 8192): (1, 2),
+}
 
 
-def test_few_blocks_are_split_to_fill_the_device() -> None:
-    splits = choose_num_splits(Work(8, 512, TILE, SLOTS))
-    assert 0.5 * SLOTS <= 8 * splits <= SLOTS
+@pytest.mark.parametrize(("batch", "length"), MEASURED)
+def test_what_was_measured_is_chosen(batch: int, length: int) -> None:
+    fewest, most = MEASURED[batch, length]
+    assert fewest <= splits_of(batch * HEADS_KV, length // TILE) <= most
 
 
-def test_time_is_near_that_of_evenly_shared_work() -> None:
-    """Beyond it lie the start of a block, a tile that others cannot help with, and less than one wave."""
-    for tiles, blocks in itertools.product((8, 32, 256, 4096), range(8, 8 * 60, 8)):
-        splits = choose_num_splits(Work(blocks, tiles, TILE, SLOTS))
-        time = -(-blocks * splits // SLOTS) * -(-tiles // splits)
-        assert time <= 1.5 * blocks * tiles / SLOTS + 8, (tiles, blocks)
+@pytest.mark.parametrize("tiles", [8, 32, 128, 1024])
+def test_time_is_near_that_of_evenly_shared_work(tiles: int) -> None:
+    """At every batch: what one wave more costs is made good by splits."""
+    for batch in range(1, 100):
+        blocks = batch * HEADS_KV
+        splits = splits_of(blocks, tiles)
+        per_block = -(-tiles // splits)
+        full, rest = divmod(blocks * splits, SLOTS)
+        time = per_block * (full * SLOTS / MULTIPROCESSORS + (max(1.0, rest / MULTIPROCESSORS) if rest else 0.0))
+        assert time <= 1.3 * blocks * tiles / MULTIPROCESSORS + 4, batch
