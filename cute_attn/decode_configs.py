@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from cute_attn.arch import Arch
+from cute_attn.arch import KIB, Arch
 from cute_attn.configs import round_up
 from cute_attn.decode_problem import DecodeProblem
 from cute_attn.errors import argument_error
@@ -17,43 +17,104 @@ BARRIER_BYTES = 1024  # of shared memory, set apart for barriers and flags
 WARP = 32
 
 
+GEMM0_WARPS = GEMM1_WARPS = 4  # of the roles arrangement
+TOKENS_PER_GEMM0_WARP = 64
+DIMS_PER_GEMM1_WARP = 64  # at most, where the head dim divides so
+MAX_OUTPUT_REGISTERS = 128  # of a thread, for its part of O
+
+
 @dataclass(frozen=True)
 class DecodeConfig:
-    """How the decode kernel cuts its work: the "streams" arrangement.
-
-    Every warp streams tiles of the cache of its own, keys and values, through a ring of its own in shared memory, with
-    no barrier between warps before the end.
+    """How the decode kernel cuts its work, in one of two arrangements: ``StreamsConfig`` or ``RolesConfig``.
 
     Attributes:
         tile_m: query rows (query heads of one head of the cache x query tokens) of a block: 8, 16 or 32.
-        tile_n: cache tokens of a warp's step, a multiple of 16.
-        num_warps: warps of a block.
-        num_stages: steps of K and V in a warp's ring.
         blocks_per_multiprocessor: that run at one time, where shared memory allows.
     """
 
     tile_m: int = 8
-    tile_n: int = 16
-    num_warps: int = 4
-    num_stages: int = 3
-    blocks_per_multiprocessor: int = 2
+    blocks_per_multiprocessor: int = 1
 
     def __post_init__(self) -> None:
-        if self.tile_m not in (8, 16, 32):
-            raise ValueError(f"tile_m must be 8, 16 or 32, got {self.tile_m}")
-        if self.tile_n not in (16, 32, 64):
-            raise ValueError(f"tile_n must be 16, 32 or 64, got {self.tile_n}")
-        if self.num_warps not in (1, 2, 4, 8):
-            raise ValueError(f"num_warps must be 1, 2, 4 or 8, got {self.num_warps}")
-        if not 2 <= self.num_stages <= 8:
-            raise ValueError(f"num_stages must be from 2 to 8, got {self.num_stages}")
-        if not 1 <= self.blocks_per_multiprocessor <= 8:
-            raise ValueError(f"blocks_per_multiprocessor must be from 1 to 8, got {self.blocks_per_multiprocessor}")
+        _check_one_of("tile_m", self.tile_m, (8, 16, 32))
+        _check_one_of("blocks_per_multiprocessor", self.blocks_per_multiprocessor, tuple(range(1, 9)))
 
     @property
     def name(self) -> str:
         """Says every field; ``parse_decode_config`` reads it back."""
-        return f"{self.tile_m}x{self.tile_n}_w{self.num_warps}_s{self.num_stages}_b{self.blocks_per_multiprocessor}"
+        raise NotImplementedError
+
+    @property
+    def num_threads(self) -> int:
+        raise NotImplementedError
+
+    @property
+    def tile_tokens(self) -> int:
+        """Tokens of a block's step; blocks share a sequence in whole steps."""
+        raise NotImplementedError
+
+    def results(self, problem: DecodeProblem) -> int:
+        """Results of a block, each over other tokens, that are merged at its end."""
+        raise NotImplementedError
+
+    def ring_bytes(self, problem: DecodeProblem) -> int:
+        """Shared memory for tiles of the cache, in whose place the results are merged at the end."""
+        raise NotImplementedError
+
+    def kept_bytes(self, problem: DecodeProblem) -> int:
+        """Other shared memory."""
+        return BARRIER_BYTES
+
+    def partial_elements(self, head_dim: int) -> int:
+        """float32 numbers of one block's partial result: its rows of O, and what is known of each row."""
+        return self.tile_m * (head_dim + PARTIAL_STATS)
+
+    def memory_bytes(self, problem: DecodeProblem) -> int:
+        """Shared memory for tiles of the cache, and at the end for the results."""
+        merging = self.results(problem) * self.tile_m * (problem.head_dim + 2 * PARTIAL_STATS) * 4
+        return round_up(max(self.ring_bytes(problem), merging), 128)
+
+    def smem_bytes(self, problem: DecodeProblem) -> int:
+        """Shared memory of a block."""
+        return self.memory_bytes(problem) + self.kept_bytes(problem)
+
+    def check_fits(self, arch: Arch, problem: DecodeProblem) -> None:
+        """Raises ValueError if a block would need more shared memory than the architecture has."""
+        need = self.smem_bytes(problem)
+        if need > arch.smem_bytes:
+            raise argument_error(
+                "config",
+                f"{self.name}'s need of shared memory at head_dim {problem.head_dim}",
+                f"{need} bytes",
+                f"{arch.smem_bytes} bytes on {arch.gpu_arch}: choose smaller tiles, or fewer warps or buffers",
+            )
+
+
+@dataclass(frozen=True)
+class StreamsConfig(DecodeConfig):
+    """Every warp streams tiles of its own through a ring of its own, with no barrier between warps before the end.
+
+    Attributes:
+        tile_n: cache tokens of a warp's step: 16, 32 or 64.
+        num_warps: warps of a block.
+        num_stages: steps of K and V in a warp's ring.
+    """
+
+    tile_n: int = 16
+    num_warps: int = 4
+    num_stages: int = 3
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_one_of("tile_n", self.tile_n, (16, 32, 64))
+        _check_one_of("num_warps", self.num_warps, (1, 2, 4, 8))
+        _check_one_of("num_stages", self.num_stages, tuple(range(2, 9)))
+
+    @property
+    def name(self) -> str:
+        """Says every field; ``parse_decode_config`` reads it back."""
+        shape = f"{self.tile_m}x{self.tile_n}_w{self.num_warps}_s{self.num_stages}"
+        return f"streams_{shape}_b{self.blocks_per_multiprocessor}"
 
     @property
     def num_threads(self) -> int:
@@ -64,33 +125,117 @@ class DecodeConfig:
         """Tokens of a block's step; blocks share a sequence in whole steps."""
         return self.tile_n * self.num_warps
 
-    def partial_elements(self, head_dim: int) -> int:
-        """float32 numbers of one block's partial result: its rows of O, and what is known of each row."""
-        return self.tile_m * (head_dim + PARTIAL_STATS)
+    def results(self, problem: DecodeProblem) -> int:
+        """One a warp."""
+        return self.num_warps
 
-    def tile_bytes(self, problem: DecodeProblem) -> int:
-        """One step's keys, or values, of a warp."""
-        return self.tile_n * problem.head_dim * problem.cache_bytes
+    def ring_bytes(self, problem: DecodeProblem) -> int:
+        """The warps' rings of K and V."""
+        return self.num_warps * self.num_stages * 2 * self.tile_n * problem.row_bytes
 
-    def smem_bytes(self, problem: DecodeProblem) -> int:
-        """Shared memory of a block: the warps' rings, in whose place their results are merged at the end."""
-        rings = self.num_warps * self.num_stages * 2 * self.tile_bytes(problem)
-        merging = self.num_warps * self.tile_m * (problem.head_dim + 2 * PARTIAL_STATS) * 4
-        return round_up(max(rings, merging), 128) + BARRIER_BYTES
+
+@dataclass(frozen=True)
+class RolesConfig(DecodeConfig):
+    """Four warps multiply by K, 64 tokens each, and four by V: see ``kernels.parts.roles``.
+
+    Attributes:
+        k_part_bytes: of the head dim of K that a gemm0 warp loads at a time: 64 or 128.
+        k_buffers: such parts in a gemm0 warp's ring.
+        v_tile: tokens of V that a gemm1 group loads at a time: 32 or 64.
+        v_buffers: such tiles in its ring.
+        v_by_group: the warps of a gemm1 group load V together; else each loads its own part of the head dim.
+        row_max: how the row max of gemm1 goes back to gemm0: "none" (each gemm0 warp goes by what it saw itself) or
+            "with_p" (protected by the barrier that gives the buffer of P back).
+    """
+
+    k_part_bytes: int = 128
+    k_buffers: int = 2
+    v_tile: int = 64
+    v_buffers: int = 2
+    v_by_group: bool = True
+    row_max: str = "with_p"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_one_of("k_part_bytes", self.k_part_bytes, (64, 128))
+        _check_one_of("k_buffers", self.k_buffers, (2, 3, 4))
+        _check_one_of("v_tile", self.v_tile, (32, 64))
+        _check_one_of("v_buffers", self.v_buffers, (2, 3, 4))
+        _check_one_of("row_max", self.row_max, ("none", "with_p"))
+
+    @property
+    def name(self) -> str:
+        """Says every field; ``parse_decode_config`` reads it back."""
+        k, v = f"k{self.k_part_bytes}x{self.k_buffers}", f"v{self.v_tile}x{self.v_buffers}"
+        v_by = "group" if self.v_by_group else "warp"
+        back = self.row_max.replace("_", "")
+        return f"roles_{self.tile_m}_{k}_{v}_{v_by}_{back}_b{self.blocks_per_multiprocessor}"
+
+    @property
+    def num_threads(self) -> int:
+        return WARP * (GEMM0_WARPS + GEMM1_WARPS)
+
+    @property
+    def tile_tokens(self) -> int:
+        """Tokens of a block's step; blocks share a sequence in whole steps."""
+        return GEMM0_WARPS * TOKENS_PER_GEMM0_WARP
+
+    def warps_per_group(self, problem: DecodeProblem) -> int:
+        """gemm1 warps that read the same tokens, and split the head dim."""
+        blocks = problem.head_dim // MMA_TOKENS
+        dividing = [n for n in (1, 2, 4) if blocks % n == 0]
+        return next((n for n in dividing if problem.head_dim // n <= DIMS_PER_GEMM1_WARP), dividing[-1])
+
+    def groups(self, problem: DecodeProblem) -> int:
+        """gemm1 groups, each with tokens of its own."""
+        return GEMM1_WARPS // self.warps_per_group(problem)
+
+    def group_loads_v(self, problem: DecodeProblem) -> bool:
+        """Whether several warps load a tile of V together."""
+        return self.v_by_group and self.warps_per_group(problem) > 1
+
+    def results(self, problem: DecodeProblem) -> int:
+        """One a gemm1 group."""
+        return self.groups(problem)
+
+    def k_bytes(self, problem: DecodeProblem) -> int:
+        """A gemm0 warp's ring."""
+        return self.k_buffers * TOKENS_PER_GEMM0_WARP * min(self.k_part_bytes, problem.row_bytes)
+
+    def v_bytes(self, problem: DecodeProblem) -> int:
+        """A gemm1 group's ring."""
+        return self.v_buffers * self.v_tile * problem.row_bytes
+
+    def ring_bytes(self, problem: DecodeProblem) -> int:
+        """The rings of K and of V."""
+        return GEMM0_WARPS * self.k_bytes(problem) + self.groups(problem) * self.v_bytes(problem)
+
+    @property
+    def p_bytes(self) -> int:
+        """The P tiles of the gemm0 warps."""
+        return GEMM0_WARPS * TOKENS_PER_GEMM0_WARP * self.tile_m * 2
+
+    def kept_bytes(self, problem: DecodeProblem) -> int:
+        """P tiles, the row max and sums with each and the row max back, and barriers."""
+        return self.p_bytes + 4 * GEMM0_WARPS * self.tile_m * 4 + BARRIER_BYTES
 
     def check_fits(self, arch: Arch, problem: DecodeProblem) -> None:
-        """Raises ValueError if a block would need more shared memory than the architecture has."""
-        need = self.smem_bytes(problem)
-        if need > arch.smem_bytes:
-            raise argument_error(
-                "config",
-                f"{self.name}'s need of shared memory at head_dim {problem.head_dim}",
-                f"{need} bytes",
-                f"{arch.smem_bytes} bytes on {arch.gpu_arch}: choose fewer warps or stages",
-            )
+        """Raises ValueError if a block needs more shared memory than there is, or a thread too many registers."""
+        super().check_fits(arch, problem)
+        registers = self.tile_m * problem.head_dim // self.warps_per_group(problem) // WARP
+        if registers > MAX_OUTPUT_REGISTERS:
+            what = f"{self.name}'s need of registers for O at head_dim {problem.head_dim}"
+            raise argument_error("config", what, registers, f"{MAX_OUTPUT_REGISTERS}: choose a smaller tile_m")
 
 
-_NAME = re.compile(r"(\d+)x(\d+)_w(\d+)_s(\d+)_b(\d+)")
+def _check_one_of(field: str, value: object, allowed: tuple[object, ...]) -> None:
+    if value not in allowed:
+        *most, last = map(str, allowed)
+        raise ValueError(f"{field} must be {', '.join(most)} or {last}, got {value!r}")
+
+
+_STREAMS = re.compile(r"streams_(\d+)x(\d+)_w(\d+)_s(\d+)_b(\d+)")
+_ROLES = re.compile(r"roles_(\d+)_k(\d+)x(\d+)_v(\d+)x(\d+)_(group|warp)_(none|withp)_b(\d+)")
 
 
 def parse_decode_config(name: str) -> DecodeConfig:
@@ -99,10 +244,32 @@ def parse_decode_config(name: str) -> DecodeConfig:
     Raises:
         ValueError: it is none.
     """
-    match = _NAME.fullmatch(name)
-    if match is None:
-        raise argument_error("config", "it", repr(name), f"a DecodeConfig's name such as {DecodeConfig().name!r}")
-    return DecodeConfig(*map(int, match.groups()))
+    match = _STREAMS.fullmatch(name)
+    if match is not None:
+        tile_m, tile_n, warps, stages, blocks = map(int, match.groups())
+        return StreamsConfig(tile_m, blocks, tile_n, warps, stages)
+    match = _ROLES.fullmatch(name)
+    if match is not None:
+        *numbers, v_by, back, blocks_text = match.groups()
+        tile_m, k_part, k_buffers, v_tile, v_buffers = map(int, numbers)
+        row_max = "with_p" if back == "withp" else back
+        return RolesConfig(tile_m, int(blocks_text), k_part, k_buffers, v_tile, v_buffers, v_by == "group", row_max)
+    allowed = f"a StreamsConfig, a RolesConfig, or its name such as {StreamsConfig().name!r}"
+    raise argument_error("config", "it", repr(name), allowed)
+
+
+def seed_config(arch: Arch, problem: DecodeProblem, rows: int) -> RolesConfig:
+    """The tiling of the kernel that this work started from: by architecture, 128-byte parts of K and 64 tokens of V,
+    or 64 and 32 where shared memory is small.
+    """
+    tile_m = 16 if rows <= 16 else 32
+    small = arch.smem_bytes < 128 * KIB
+    wide = RolesConfig(tile_m, 1, 64 if small else 128, 2, 32 if small else 64)
+    return (
+        wide
+        if problem.head_dim // wide.warps_per_group(problem) * tile_m <= MAX_OUTPUT_REGISTERS * WARP
+        else RolesConfig(16, 1, wide.k_part_bytes, 2, wide.v_tile)
+    )
 
 
 def default_decode_config(arch: Arch, problem: DecodeProblem, rows: int) -> DecodeConfig:
@@ -114,7 +281,7 @@ def default_decode_config(arch: Arch, problem: DecodeProblem, rows: int) -> Deco
     tile_m = next((m for m in (8, 16, 32) if rows <= m), 32)
     tile_n = 32 if problem.quantised else 16
     for warps, stages, blocks in ((4, 3, 2), (4, 3, 1), (4, 2, 1), (2, 3, 1), (2, 2, 1)):
-        config = DecodeConfig(tile_m, tile_n, warps, stages, blocks)
+        config = StreamsConfig(tile_m, blocks, tile_n, warps, stages)
         if blocks * config.smem_bytes(problem) <= arch.smem_bytes:
             return config
     raise ValueError(f"no decode config fits {arch.gpu_arch} at head_dim {problem.head_dim}")

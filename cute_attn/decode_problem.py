@@ -43,6 +43,11 @@ class DecodeProblem:
         return 1 if self.quantised else 2
 
     @property
+    def row_bytes(self) -> int:
+        """Bytes of a token of one head of k or v."""
+        return self.head_dim * self.cache_bytes
+
+    @property
     def name(self) -> str:
         """Short and unique: names the kernel in messages, tables and symbols."""
         short = {"float16": "fp16", "bfloat16": "bf16", "int8": "int8", "float8_e4m3fn": "fp8"}

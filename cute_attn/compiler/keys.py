@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from cute_attn.arch import Arch
 from cute_attn.configs import PrefillConfig
-from cute_attn.decode_configs import DecodeConfig
+from cute_attn.decode_configs import RolesConfig, StreamsConfig
 from cute_attn.decode_problem import DecodeProblem
 from cute_attn.problem import KernelSpec, PrefillProblem
 
@@ -60,21 +60,21 @@ SOURCES = (
 )  # fmt: skip
 
 # What specs are made of, by the names that descriptions give them.
-PROBLEMS = {"prefill": PrefillProblem, "decode": DecodeProblem}
-CONFIGS = {"prefill": PrefillConfig, "decode": DecodeConfig}
+PROBLEMS = {kind.__name__: kind for kind in (PrefillProblem, DecodeProblem)}
+CONFIGS = {kind.__name__: kind for kind in (PrefillConfig, StreamsConfig, RolesConfig)}
 
 
 def describe(spec: KernelSpec) -> dict[str, Any]:
     """A spec as plain values that JSON can hold; ``spec_of`` reads it back."""
-    kind = "decode" if isinstance(spec.problem, DecodeProblem) else "prefill"
-    return {"kind": kind, **asdict(spec)}
+    return {"kinds": [type(spec.problem).__name__, type(spec.config).__name__], **asdict(spec)}
 
 
 def spec_of(description: dict[str, Any]) -> KernelSpec:
     """The spec that ``describe`` described."""
+    problem, config = description["kinds"]
     return KernelSpec(
-        problem=PROBLEMS[description["kind"]](**description["problem"]),
-        config=CONFIGS[description["kind"]](**description["config"]),
+        problem=PROBLEMS[problem](**description["problem"]),
+        config=CONFIGS[config](**description["config"]),
         arch=Arch(**description["arch"]),
     )
 

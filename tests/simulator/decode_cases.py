@@ -22,7 +22,7 @@ from cute_attn import reference
 from cute_attn.arch import arch_by_name
 from cute_attn.caches import Cache, ContiguousCache, PagedCache
 from cute_attn.compiler import build
-from cute_attn.decode_configs import DecodeConfig, default_decode_config
+from cute_attn.decode_configs import DecodeConfig, RolesConfig, default_decode_config
 from cute_attn.decode_problem import DecodeArguments, DecodeProblem
 from cute_attn.problem import KernelSpec
 from cute_attn.reference.decode import cached
@@ -303,6 +303,13 @@ PROBLEMS = (
 )
 
 
+ROLES = (
+    RolesConfig(8),
+    RolesConfig(16, row_max="none", v_by_group=False),
+    RolesConfig(16, k_part_bytes=64, v_tile=32, k_buffers=3, v_buffers=3),
+)
+
+
 @dataclass(frozen=True)
 class Drawn:
     """A random call, and how it is run."""
@@ -317,7 +324,7 @@ def draw_run(seed: int, number: int) -> Drawn:
     """The random run of a number under a seed."""
     rng = random.Random(f"{seed} {number}")
     lengths = tuple(
-        rng.choice((0, 1, rng.randrange(1, 40), rng.randrange(1, 400), 64)) for _ in range(rng.choice((1, 2)))
+        rng.choice((0, 1, rng.randrange(1, 40), rng.randrange(1, 700), 64)) for _ in range(rng.choice((1, 2)))
     )
     sharing = rng.choice(("one", "even", "even", "fixed"))
     case = DecodeCase(
@@ -338,6 +345,8 @@ def draw_run(seed: int, number: int) -> Drawn:
     )
     if case.extreme and (case.problem.quantised or case.problem.softcap):
         case = replace(case, extreme=0.0)
+    if case.problem in PROBLEMS[:6] and rng.random() < 0.4:
+        return Drawn(replace(case, config=rng.choice(ROLES)), "sm_80", rng.choice(SCHEDULES), number)
     return Drawn(case, rng.choice(ARCHS), rng.choice(SCHEDULES), number)
 
 

@@ -129,6 +129,12 @@ class TileCopier:
         """Page indices that a lane needs for a tile; one unused without pages."""
         return self.layout.tokens // self.span if self.rows.page_size else 1
 
+    def make_pages(self) -> cute.Tensor:
+        """Registers for the page indices of a tile."""
+        pages = cute.make_rmem_tensor(self.page_count, Int32)
+        pages.fill(0)
+        return pages
+
     @cute.jit
     def fetch_pages(self, first_token: Int32, pages: cute.Tensor) -> None:
         """Reads the page indices of the tile that begins at a token, which may lie anywhere beyond the end."""

@@ -26,7 +26,7 @@ from cute_attn.decode_configs import MMA_ROWS, MMA_TOKENS
 from cute_attn.decode_problem import DecodeProblem
 from cute_attn.kernels.parts.cache_tiles import TileLayout
 from cute_attn.kernels.parts.convert import ALTERNATING, NEIGHBOURS, to_fp16
-from cute_attn.kernels.parts.decode_work import DecodeWork
+from cute_attn.kernels.parts.decode_work import DecodePlace
 from cute_attn.kernels.parts.instructions import ldmatrix, load_words, mma, pack, unpack
 
 ACCUMULATORS = 4  # of a lane, of one mma
@@ -35,28 +35,28 @@ MMA_DIMS = 16
 
 @dataclass(frozen=True)
 class Products:
-    """Static facts of the two products of a warp.
+    """Static facts of the two products of a warp with tiles of one layout.
 
     Attributes:
-        problem: dtypes and head dim.
+        problem: dtypes.
         tile_m: rows, 8 a column block.
-        tokens: of a tile.
+        layout: of a tile of K or V in shared memory: the whole head dim, or a part of it.
         capability: of the architecture.
+        parts: of the layout's head dim, each multiplied by another warp.
+        part: that of this warp.
     """
 
     problem: DecodeProblem
     tile_m: int
-    tokens: int
+    layout: TileLayout
     capability: int
+    parts: int = 1
+    part: Int32 | int = 0
 
     @property
     def dtype(self) -> str:
         """What is multiplied: an 8-bit cache becomes fp16, whatever q is."""
         return "float16" if self.problem.quantised else self.problem.dtype
-
-    @property
-    def layout(self) -> TileLayout:
-        return TileLayout.of(self.problem, self.tokens)
 
     @property
     def blocks_m(self) -> int:
@@ -66,12 +66,12 @@ class Products:
     @property
     def blocks_n(self) -> int:
         """Blocks of 16 tokens."""
-        return self.tokens // MMA_TOKENS
+        return self.layout.tokens // MMA_TOKENS
 
     @property
     def blocks_d(self) -> int:
-        """Blocks of 16 of the head dim."""
-        return self.problem.head_dim // MMA_DIMS
+        """Blocks of 16 of the head dim, or of the part of it."""
+        return self.layout.row_bytes // (MMA_DIMS * self.problem.cache_bytes) // self.parts
 
     def make_scores(self) -> cute.Tensor:
         """Accumulators of S^T: (4, blocks_m, blocks_n) flat."""
@@ -115,12 +115,13 @@ class Products:
     def values(self, tile: Int32, block_n: int, block_d: int, lane: Int32) -> list[list[Uint32]]:
         """V^T's operands for 16 tokens and the 16 dims of block_d; 8-bit: and of block_d + 1, if there is one."""
         layout = self.layout
+        first = self.part * (layout.chunks // self.parts)
         if not self.problem.quantised:
             row = MMA_TOKENS * block_n + lane % 8 + lane // 16 * 8
-            return [ldmatrix(tile + layout.offset(row, 2 * block_d + lane // 8 % 2), transpose=True)]
+            return [ldmatrix(tile + layout.offset(row, first + 2 * block_d + lane // 8 % 2), transpose=True)]
         both = block_d + 1 < self.blocks_d
         row = MMA_TOKENS * block_n + lane % 16
-        chunk = block_d + lane // 16 if both else Int32(block_d)
+        chunk = first + (block_d + lane // 16 if both else Int32(block_d))
         words = ldmatrix(tile + layout.offset(row, chunk), 4 if both else 2, transpose=True)
         operands = []
         for i in range(0, len(words), 2):
@@ -138,14 +139,15 @@ class Products:
 
     # Products
 
-    def multiply_keys(self, scores: cute.Tensor, queries: cute.Tensor, tile: Int32, lane: Int32) -> None:
-        """scores = K Q^T for the tile of keys at an address in shared memory."""
-        scores.fill(0.0)
+    def multiply_keys(
+        self, scores: cute.Tensor, queries: cute.Tensor, tile: Int32, lane: Int32, begin: int = 0
+    ) -> None:
+        """scores += K Q^T for the tile of keys at an address in shared memory; its dims begin at a block of Q's."""
         for block_d in range(0, self.blocks_d, self.blocks_at_once):
             for block_n in range(self.blocks_n):
                 for i, a in enumerate(self.keys(tile, block_n, block_d, lane)):
                     for block_m in range(self.blocks_m):
-                        at = 2 * ((block_d + i) * self.blocks_m + block_m)
+                        at = 2 * ((begin + block_d + i) * self.blocks_m + block_m)
                         mma(self.dtype, scores, self.score_at(block_n, block_m), a, [queries[at], queries[at + 1]])
 
     def multiply_values(self, output: cute.Tensor, weights: list[list[list[Uint32]]], tile: Int32, lane: Int32) -> None:
@@ -161,6 +163,9 @@ class Products:
 class Queries:
     """A lane's part of Q^T as operands B, and what its rows were divided by.
 
+    bf16 queries for an 8-bit cache become fp16 after division by a power of two, a row's own, that brings its largest
+    element to between 2^13 and 2^14. What then lies below fp16's normal numbers is less than 2^-27 of the largest.
+
     Attributes:
         words: (2, blocks_m, blocks_d) flat.
         factors: None, or (2 blocks_m,) by the lane's columns of S^T: what the scores must be multiplied by.
@@ -169,25 +174,26 @@ class Queries:
     words: cute.Tensor
     factors: cute.Tensor | None
 
+    def complete(self, products: Products, lane: Int32) -> None:
+        """Waits for the loads, and converts what they brought."""
+        if self.factors is not None:
+            _to_fp16(products, self, lane)
+
 
 @cute.jit
-def load_queries(products: Products, q: cute.Tensor, work: DecodeWork, lane: Int32) -> Queries:
-    """The rows of a block; rows beyond the last are zeros.
-
-    bf16 queries for an 8-bit cache become fp16 after division by a power of two, a row's own, that brings its largest
-    element to between 2^13 and 2^14. What then lies below fp16's normal numbers is less than 2^-27 of the largest.
-    """
+def load_queries(products: Products, q: cute.Tensor, place: DecodePlace, lane: Int32) -> Queries:
+    """Starts loading the rows of a block; rows beyond the last are zeros. ``complete`` makes them ready for use."""
     problem = products.problem
     words = cute.make_rmem_tensor(2 * products.blocks_m * products.blocks_d, Uint32)
     words.fill(0)
     group_lane = lane % 4
     for block_m in range_constexpr(products.blocks_m):
-        row = work.first_row + block_m * MMA_ROWS + lane // 4
-        if row < work.rows:
+        row = place.first_row + block_m * MMA_ROWS + lane // 4
+        if row < place.rows:
             start = (
                 q.iterator.toint()
-                + (Int64(work.batch) * q.stride[0] + Int64(work.token_of(row)) * q.stride[1]
-                   + Int64(work.head_of(row)) * q.stride[2]) * 2
+                + (Int64(place.batch) * q.stride[0] + Int64(place.token_of(row)) * q.stride[1]
+                   + Int64(place.head_of(row)) * q.stride[2]) * 2
             )  # fmt: skip
             for block_d in range_constexpr(products.blocks_d):
                 at = 2 * (block_d * products.blocks_m + block_m)
@@ -197,15 +203,13 @@ def load_queries(products: Products, q: cute.Tensor, work: DecodeWork, lane: Int
                 else:
                     words[at] = load_words(start + (block_d * 32 + group_lane * 4), 1)[0]
                     words[at + 1] = load_words(start + (block_d * 32 + 16 + group_lane * 4), 1)[0]
-    if const_expr(problem.quantised and problem.dtype == "bfloat16"):
-        return Queries(words, _as_fp16(products, words, lane))
-    return Queries(words, None)
+    with_factors = problem.quantised and problem.dtype == "bfloat16"
+    return Queries(words, cute.make_rmem_tensor(2 * products.blocks_m, Float32) if const_expr(with_factors) else None)
 
 
 @cute.jit
-def _as_fp16(products: Products, words: cute.Tensor, lane: Int32) -> cute.Tensor:
-    """Turns bf16 words to fp16; returns the factors by which the scores of the lane's columns must be multiplied."""
-    factors = cute.make_rmem_tensor(2 * products.blocks_m, Float32)
+def _to_fp16(products: Products, queries: Queries, lane: Int32) -> None:
+    words, factors = queries.words, queries.factors
     for block_m in range_constexpr(products.blocks_m):
         places = [
             2 * (block_d * products.blocks_m + block_m) + i for block_d in range(products.blocks_d) for i in range(2)
@@ -229,7 +233,6 @@ def _as_fp16(products: Products, words: cute.Tensor, lane: Int32) -> cute.Tensor
             words[place] = pack("float16", low * up, high * up)
         for i in range_constexpr(2):
             factors[2 * block_m + i] = cute.arch.shuffle_sync(down, (lane % 4 * 2 + i) * 4)
-    return factors
 
 
 def _power_of_two(exponent: Int32) -> Float32:

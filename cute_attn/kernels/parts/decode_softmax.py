@@ -16,7 +16,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32, const_expr, range_constexpr
 
-from cute_attn.kernels.parts.decode_products import Products
+from cute_attn.decode_problem import DecodeArguments, DecodeProblem
+from cute_attn.kernels.parts.decode_products import Products, Queries
 from cute_attn.kernels.parts.decode_work import DecodeWork
 from cute_attn.kernels.parts.instructions import pack, sum_columns, transpose_8x8
 from cute_attn.kernels.parts.rare import once_if
@@ -74,10 +75,14 @@ class TokenBounds:
     bounded_left: bool
     window: Int32
 
+    @staticmethod
+    def of(work: DecodeWork, problem: DecodeProblem, arguments: DecodeArguments) -> TokenBounds:
+        return TokenBounds(work, problem.bounded_left, arguments.window)
+
     @cute.jit
     def is_full(self, first_token: Int32, tokens: int) -> cutlass.Boolean:
         """Whether every row sees every token of a tile, as far as the block reads it."""
-        full = first_token + tokens <= self.work.length - self.work.q_len + 1
+        full = first_token + tokens <= self.work.length - self.work.place.q_len + 1
         full = full & (first_token + tokens <= self.work.end) & (first_token >= self.work.begin)
         if const_expr(self.bounded_left):
             full = full & (first_token >= self.work.length - self.window)
@@ -86,12 +91,12 @@ class TokenBounds:
     @cute.jit
     def hide(self, products: Products, scores: cute.Tensor, first_token: Int32, lane: Int32) -> None:
         """Sets the scores of hidden tokens to -inf."""
-        work = self.work
+        work, place = self.work, self.work.place
         lane_token = first_token + lane // 4
         for block_m in range_constexpr(products.blocks_m):
             for i in range_constexpr(2):
-                row = work.first_row + 8 * block_m + lane % 4 * 2 + i
-                position = work.length - work.q_len + work.token_of(row)
+                row = place.first_row + 8 * block_m + lane % 4 * 2 + i
+                position = work.length - place.q_len + place.token_of(row)
                 end = min(position + 1, work.end) - lane_token
                 begin = work.begin
                 if const_expr(self.bounded_left):
@@ -103,6 +108,30 @@ class TokenBounds:
                         token = 16 * block_n + 8 * half
                         hidden = (token >= end) | (token < begin)
                         scores[at] = -Float32.inf if hidden else scores[at]
+
+
+@dataclass(frozen=True)
+class ScoreMaker:
+    """How scores are made.
+
+    Attributes:
+        queries: as operands B.
+        scale: of the products.
+        bounds: which tokens are seen.
+    """
+
+    queries: Queries
+    scale: ScoreScale
+    bounds: TokenBounds
+
+
+def rescale(products: Products, output: cute.Tensor, factors: cute.Tensor) -> None:
+    """Multiplies O^T by factors (2 blocks_m,) of the lane's columns."""
+    for block_m in range(products.blocks_m):
+        for block_d in range(products.blocks_d):
+            for i in range(4):
+                at = products.output_at(block_d, block_m) + i
+                output[at] = output[at] * factors[2 * block_m + i % 2]
 
 
 @dataclass(frozen=True)
@@ -140,8 +169,16 @@ class ColumnSoftmax:
         return [at(n, block_m) + 2 * half + i for n in range(self.products.blocks_n) for half in range(2)]
 
     @cute.jit
-    def advance(self, scores: cute.Tensor, output: cute.Tensor) -> None:
-        """Takes a tile of scores into the maxima; where one moves, what was summed before is rescaled."""
+    def advance(self, scores: cute.Tensor, output: cute.Tensor | None) -> None:
+        """Takes a tile of scores into the maxima; where one moves, what was summed before is rescaled.
+
+        ``output`` is None for a warp that only makes weights; its sums are then of one tile, and begin anew.
+        """
+        if const_expr(output is None):
+            for c in range_constexpr(self.columns):
+                self.row_sum[c] = Float32(0.0)
+                if const_expr(self.exact_sum is not None):
+                    self.exact_sum[c] = Float32(0.0)
         tops = cute.make_rmem_tensor(self.columns, Float32)
         moved = cutlass.Boolean(False)
         for c in range_constexpr(self.columns):
@@ -151,7 +188,7 @@ class ColumnSoftmax:
             self._move(tops, output, zero)
 
     @cute.jit
-    def _move(self, tops: cute.Tensor, output: cute.Tensor, zero: Int32) -> None:
+    def _move(self, tops: cute.Tensor, output: cute.Tensor | None, zero: Int32) -> None:
         factors = cute.make_rmem_tensor(self.columns, Float32)
         for c in range_constexpr(self.columns):
             top = tops[c] + zero.to(Float32)
@@ -164,12 +201,13 @@ class ColumnSoftmax:
             self.row_sum[c] = self.row_sum[c] * factors[c]
             if const_expr(self.exact_sum is not None):
                 self.exact_sum[c] = self.exact_sum[c] * factors[c]
-        products = self.products
-        for block_m in range_constexpr(products.blocks_m):
-            for block_d in range_constexpr(products.blocks_d):
-                for i in range_constexpr(4):
-                    at = products.output_at(block_d, block_m) + i
-                    output[at] = output[at] * factors[2 * block_m + i % 2]
+        if const_expr(output is not None):
+            rescale(self.products, output, factors)
+
+    @cute.jit
+    def raise_to(self, column: int, row_max: Float32) -> None:
+        """Lets a column's maximum be at least so much; its sums must still be zero, or of no use."""
+        self.row_max[column] = cute.arch.fmax(self.row_max[column], row_max)
 
     @cute.jit
     def weigh(self, scores: cute.Tensor) -> list[list[list[Uint32]]]:

@@ -116,6 +116,12 @@ def load_words(address: Int64, count: int) -> list[Uint32]:
     return list(words) if count > 1 else [words]
 
 
+def load_number(tensor: cute.Tensor, index: Int32, dtype: Any) -> Any:
+    """An element of a dense vector of 32-bit numbers, loaded where this stands in the program."""
+    address = tensor.iterator.toint() + Int64(index) * 4
+    return cute.arch.inline_ptx("ld.global.b32 {$w0}, [{$r0}];", write_only_types=[dtype], read_only_args=[address])
+
+
 def load_floats_of_other_blocks(address: Int64) -> tuple[Float32, ...]:
     """Four numbers that another block of this launch has written: past the L1 cache, which may hold what was before."""
     return cute.arch.inline_ptx(
@@ -142,3 +148,22 @@ def count_up_and_wrap(address: Int64, last: Int32) -> Int32:
         write_only_types=[Int32],
         read_only_args=[address, last],
     )
+
+
+def store_shared_words(address: Int32, words: list[Uint32]) -> None:
+    """Two words to shared memory."""
+    cute.arch.inline_ptx("st.shared.v2.b32 [{$r0}], {{$r1}, {$r2}};", read_only_args=[address, *words])
+
+
+def load_shared_words(address: Int32) -> list[Uint32]:
+    """Two words from shared memory."""
+    words = cute.arch.inline_ptx(
+        "ld.shared.v2.b32 {{$w0}, {$w1}}, [{$r0}];", write_only_types=[Uint32, Uint32], read_only_args=[address]
+    )
+    return list(words)
+
+
+def wait_for_all_but(groups: int) -> None:
+    """All but the newest ``groups`` groups of copies have landed, of every lane of the warp."""
+    cute.arch.cp_async_wait_group(groups)
+    cute.arch.sync_warp()
