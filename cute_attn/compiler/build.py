@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 import tempfile
-from pathlib import Path
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
+from cute_attn.compiler.cubin import frame_bytes
 from cute_attn.decode_problem import DecodeArguments, DecodeProblem
 from cute_attn.kernels.decode import DecodeKernel
 from cute_attn.kernels.prefill import DTYPES, PrefillKernel
@@ -102,40 +101,32 @@ def compile_kernel(spec: KernelSpec, options: str = "") -> Any:
     """Compiles a kernel for ``spec.arch``, whatever this machine has, without a spill if one of the levels allows it.
 
     Args:
-        options: more of the DSL's options, such as "--keep-ptx --keep-cubin".
+        options: more of the DSL's options, such as "--keep-ptx".
 
     Returns:
-        The DSL's compiled object, with what the compiler remarked on it as ``remarks``.
+        The DSL's compiled object, with its machine code as ``__cubin__``.
 
     Raises:
         ValueError: the config does not fit the architecture.
     """
     spec.check_fits()
-    fewest = None
+    fewest, spilled = None, 0
     for level in REGISTER_LEVELS:
         compiled = _compile(spec, f"--ptxas-options='--register-usage-level={level}' {options}")
-        if fewest is None or spilled_bytes(compiled.remarks) < spilled_bytes(fewest.remarks):
-            fewest = compiled
-        if spilled_bytes(fewest.remarks) == 0:
+        frame = frame_bytes(compiled.__cubin__)
+        if fewest is None or frame < spilled:
+            fewest, spilled = compiled, frame
+        if spilled == 0:
             break
     return fewest
 
 
-def spilled_bytes(remarks: str) -> int:
-    """Bytes that a thread stores to local memory for want of registers, by the compiler's remarks."""
-    found = re.search(r"(\d+) bytes spill stores", remarks)
-    return int(found[1]) if found else 0
-
-
 def _compile(spec: KernelSpec, options: str) -> Any:
     with tempfile.TemporaryDirectory(prefix="cute_attn_compile_") as folder:
-        remarks = Path(folder, "remarks.yaml")
-        compiled = cute.compile(
+        return cute.compile(
             _kernel(spec),
             *fake_arguments(spec.problem),
             make_fake_stream(use_tvm_ffi_env_stream=True),
-            options=f"--enable-tvm-ffi --gpu-arch {spec.arch.gpu_arch} {options} "
-            f"remarks{{ptx}} --remark-output {shlex.quote(str(remarks))} --remark-filter .*",
+            options=f"--enable-tvm-ffi --gpu-arch {spec.arch.gpu_arch} --keep-cubin --dump-dir {shlex.quote(folder)} "
+            f"{options}",
         )
-        compiled.remarks = remarks.read_text()
-    return compiled

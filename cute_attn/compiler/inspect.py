@@ -120,12 +120,13 @@ def inspect_kernel(spec: KernelSpec) -> KernelReport:
     """
     tools = {name: find_tool(name) for name in TOOL_PACKAGES}
     with tempfile.TemporaryDirectory(prefix="cute_attn_inspect_") as folder:
-        compiled = compile_spec(spec, f"--keep-cubin --dump-dir {shlex.quote(folder)}")
+        remarks = Path(folder, "remarks.yaml")
+        compiled = compile_spec(spec, f"remarks{{ptx}} --remark-output {shlex.quote(str(remarks))} --remark-filter .*")
         cubin = Path(folder, "kernel.cubin")
         cubin.write_bytes(compiled.__cubin__)
         resources = _run(tools["cuobjdump"], "--dump-resource-usage", str(cubin))
         sass = _run(tools["nvdisasm"], "-c", str(cubin))
-        return read_report(spec, resources, sass, compiled.remarks)
+        return read_report(spec, resources, sass, remarks.read_text())
 
 
 def read_report(spec: KernelSpec, resources: str, sass: str, remarks: str) -> KernelReport:
