@@ -97,6 +97,7 @@ PAGES = [
 ]
 
 
+@pytest.mark.kernels(DecodeCase(plain(128, "float16")), DecodeCase(plain(256, "float16")))
 @pytest.mark.parametrize("case", PAGES, ids=lambda case: f"{case.problem.name}-{case.num_splits}")
 def test_pages_give_what_a_contiguous_cache_gives(case: DecodeCase) -> None:
     from tests.gpu.decode_check import run_decode
