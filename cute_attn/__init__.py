@@ -14,16 +14,17 @@ from cute_attn.api import attention, warmup
 from cute_attn.caches import ContiguousCache, PagedCache
 from cute_attn.configs import SEED_CONFIGS, PrefillConfig
 from cute_attn.decode_api import decode, warmup_decode
-from cute_attn.decode_configs import DecodeConfig
+from cute_attn.decode_configs import RolesConfig, StreamsConfig
 from cute_attn.merging import merge
 
 __version__ = "0.1.0"
 __all__ = [
     "SEED_CONFIGS",
     "ContiguousCache",
-    "DecodeConfig",
     "PagedCache",
     "PrefillConfig",
+    "RolesConfig",
+    "StreamsConfig",
     "__version__",
     "attention",
     "decode",

@@ -124,7 +124,7 @@ def decode(
         split_size: instead, tokens of one block, rounded up to whole tiles: a row's bits then depend on nothing but its
             own query, tokens and this. Not together with ``num_splits``.
         return_lse: return the log-sum-exp of each query's scores as well, which makes results mergeable (``merge``).
-        config: a ``DecodeConfig`` or its name instead of the tuned one.
+        config: a ``StreamsConfig``, a ``RolesConfig`` or its name instead of the tuned one.
         out: where to write the result, like q and sharing no memory with an input; None allocates it.
         check: first wait for the GPU, and check lengths and page indices: for debugging, outside captures and compiled
             functions.

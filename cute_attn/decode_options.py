@@ -92,7 +92,7 @@ def decode_config_name(config: DecodeConfig | str | None) -> str | None:
         return config
     if isinstance(config, DecodeConfig):
         return config.name
-    raise argument_error("config", "its type", type(config).__name__, "None, a DecodeConfig, or a config's name")
+    raise argument_error("config", "its type", type(config).__name__, "None, a StreamsConfig, a RolesConfig, or a name")
 
 
 def _check_positive(argument: str, value: int) -> None:

@@ -203,7 +203,7 @@ WRONG: dict[str, Wrong] = {
     "return_lse": (change(return_lse=1), "return_lse: it is 1; allowed: True or False"),
     "check": (change(check="yes"), "check: it is 'yes'; allowed: True or False"),
     "config name": (change(config="fast"), "config: it is 'fast'; allowed: "),
-    "config type": (change(config=3), "config: its type is int; allowed: None, a DecodeConfig, or a config's name"),
+    "config type": (change(config=3), "config: its type is int; allowed: None, a StreamsConfig, a RolesConfig, or a n"),
     # Out.
     "out shape": (change(out=out_of(lambda x: x[:, :1])), "out: shape is (3, 1, 4, 16); allowed: (3, 2, 4, 16), that "),
     "out dtype": (change(out=out_of(Tensor.float)), "out: dtype is torch.float32; allowed: torch.float16, that of q"),

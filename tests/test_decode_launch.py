@@ -15,7 +15,6 @@ from torch import Tensor
 import cute_attn
 from cute_attn import (
     ContiguousCache,
-    DecodeConfig,
     PagedCache,
     decode_api,
     decode_launch,
@@ -27,7 +26,7 @@ from cute_attn import (
 from cute_attn.arch import arch_of
 from cute_attn.compiler import cache as kernel_cache
 from cute_attn.compiler import workers
-from cute_attn.decode_configs import default_decode_config
+from cute_attn.decode_configs import DecodeConfig, default_decode_config
 from cute_attn.decode_options import DecodeOptions
 from cute_attn.decode_problem import DecodeArguments, DecodeProblem
 from cute_attn.problem import KernelSpec

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from cute_attn import DecodeConfig
-from cute_attn.decode_configs import default_decode_config
+from cute_attn.decode_configs import DecodeConfig, default_decode_config
 from cute_attn.decode_problem import DecodeProblem
 from cute_attn.problem import KernelSpec
 from tests.gpu.cases import EDGE_LENGTHS, arch_under_test
