@@ -36,7 +36,7 @@ from cute_attn.plan import (
 )
 from cute_attn.problem import KernelSpec
 from cute_attn.splits import Work, choose_num_splits
-from cute_attn.workspace import Workspace
+from cute_attn.workspace import Workspace, lasting, prepare
 
 LARGEST_SCALE = 1e38
 SMALLEST_TILE_M = 8
@@ -300,9 +300,10 @@ def _add_device(index: int) -> None:
     if index in _devices:
         return
     device = torch.device("cuda", index) if index >= 0 else torch.device("cpu")
+    prepare(device)
     _devices[index] = _Device(
-        torch.ones(1, dtype=torch.float32, device=device),
-        Workspace(torch.zeros(1, dtype=torch.float32, device=device), torch.zeros(1, dtype=torch.int32, device=device)),
+        lasting(torch.ones, 1, torch.float32, device),
+        Workspace(lasting(torch.zeros, 1, torch.float32, device), lasting(torch.zeros, 1, torch.int32, device)),
         torch.cuda.get_device_properties(index).multi_processor_count,
     )
 

@@ -8,13 +8,16 @@ must not share any, so:
   the graph may be replayed at any time, beside any other work. Its partial results come from torch's allocator, that
   is from the graph's own pool, where nothing moves after the capture.
 
-A buffer that has become too small is replaced by a larger one; torch hands the old memory to later work of the same
-stream only.
+A buffer that has become too small is replaced by a larger one; torch hands the old memory on when the launches that
+use it are done.
 """
 
 from __future__ import annotations
 
+import itertools
 import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -53,9 +56,10 @@ class _Arena:
         return self.buffer[self.used - semaphores : self.used]
 
 
-_streams: dict[tuple[int, int], Workspace] = {}  # by device index and stream
-_arenas: dict[int, list[_Arena]] = {}  # by device index; all live as long as the process, as graphs may
-_captured: dict[tuple[int, int, int], Tensor] = {}  # the latest, by device index, capture and stream
+_streams: dict[tuple[int | None, int], Workspace] = {}  # by device index and stream
+_arenas: dict[int | None, list[_Arena]] = {}  # by device index; all live as long as the process, as graphs may
+_low: set[int | None] = set()  # devices whose arena is to be replaced before the next capture
+_captured: dict[tuple[int | None, int, int], Tensor] = {}  # the latest, by device index, capture and stream
 _kept: list[Tensor] = []  # all of the captured ones, as their graphs may be replayed at any time
 _LOCK = threading.Lock()
 
@@ -76,6 +80,7 @@ def workspace(device: torch.device, stream: int, partials: int, semaphores: int)
         and not capturing
         and found.partials.shape[0] >= partials
         and found.semaphores.shape[0] >= semaphores
+        and device.index not in _low
     ):
         return found
     with _LOCK:
@@ -87,28 +92,58 @@ def workspace(device: torch.device, stream: int, partials: int, semaphores: int)
         )
 
 
+def prepare(device: torch.device) -> None:
+    """Have an arena with room for the next captures; not to be called during one."""
+    arenas = _arenas.setdefault(device.index, [])
+    if not arenas or arenas[-1].free < ARENA_SEMAPHORES // 2:
+        arenas.append(_Arena(lasting(torch.zeros, ARENA_SEMAPHORES, torch.int32, device)))
+    _low.discard(device.index)
+
+
+def lasting(make: Callable[..., Tensor], size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor that outlives the call that it is made in, ready for every stream.
+
+    What a caller allocates may go to a pool of memory that is given back as a whole, as torch.compile's for CUDA
+    graphs, and under inference mode be of its own kind. Both are a matter of the thread and the stream, so this uses
+    others.
+    """
+
+    def run() -> Tensor:
+        if device.type != "cuda":
+            return make(size, dtype=dtype, device=device)
+        with torch.cuda.device(device):
+            made = make(size, dtype=dtype, device=device)
+            torch.cuda.current_stream().synchronize()
+        return made
+
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(run).result()
+
+
 def semaphores_in_use() -> list[Tensor]:
     """All that were ever handed out; zero while no launch is under way."""
     return [*(found.semaphores for found in _streams.values()), *_kept]
 
 
 def _for_stream(device: torch.device, stream: int, partials: int, semaphores: int) -> Workspace:
-    arenas = _arenas.setdefault(device.index, [])
-    if not arenas or arenas[-1].free < ARENA_SEMAPHORES // 2:
-        arenas.append(_Arena(torch.zeros(ARENA_SEMAPHORES, dtype=torch.int32, device=device)))
-        if device.type == "cuda":  # a graph on any stream may use it from now on
-            torch.cuda.current_stream(device).synchronize()
-    old = _streams.get((device.index, stream), Workspace(torch.empty(0), torch.empty(0)))
+    prepare(device)
+    old = _streams.get((device.index, stream))
     made = Workspace(
-        old.partials
-        if old.partials.shape[0] >= partials > 0
-        else torch.empty(_with_room(partials), dtype=torch.float32, device=device),
-        old.semaphores
-        if old.semaphores.shape[0] >= semaphores > 0
-        else torch.zeros(_with_room(semaphores), dtype=torch.int32, device=device),
+        _enlarged(old and old.partials, torch.empty, partials, torch.float32, device),
+        _enlarged(old and old.semaphores, torch.zeros, semaphores, torch.int32, device),
     )
     _streams[device.index, stream] = made
     return made
+
+
+def _enlarged(
+    old: Tensor | None, make: Callable[..., Tensor], size: int, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    if old is not None and old.shape[0] >= size:
+        return old
+    if old is not None and device.type == "cuda":
+        old.record_stream(torch.cuda.current_stream(device))  # launches that use it may still be under way
+    return lasting(make, _with_room(size), dtype, device)
 
 
 def _for_capture(device: torch.device, stream: int, semaphores: int) -> Tensor:
@@ -118,9 +153,11 @@ def _for_capture(device: torch.device, stream: int, semaphores: int) -> Tensor:
     if found is None or found.shape[0] < semaphores:
         arena = next((arena for arena in _arenas.get(device.index, []) if arena.free >= semaphores), None)
         # Without room the graph zeroes semaphores of its own each time that it is replayed.
-        zeros = torch.zeros(semaphores, dtype=torch.int32, device=device) if arena is None else arena.take(semaphores)
-        _captured[key] = found = zeros
-        _kept.append(zeros)
+        found = torch.zeros(semaphores, dtype=torch.int32, device=device) if arena is None else arena.take(semaphores)
+        _captured[key] = found
+        _kept.append(found)
+        if arena is None or arena.free < ARENA_SEMAPHORES // 2:
+            _low.add(device.index)
     return found
 
 
@@ -130,9 +167,15 @@ def _with_room(size: int) -> int:
 
 def _capture_id(stream: int) -> int:
     """The number of the capture that a stream takes part in, which no other capture of the process has."""
-    from cuda.bindings import runtime
+    try:
+        from cuda.bindings import runtime
 
-    error, _, number, *_ = runtime.cudaStreamGetCaptureInfo(stream)
-    if int(error) != 0:
-        raise RuntimeError(f"cudaStreamGetCaptureInfo failed: {error}")
-    return int(number)
+        error, _, number, *_ = runtime.cudaStreamGetCaptureInfo(stream)
+        if int(error) == 0:
+            return int(number)
+    except (ImportError, AttributeError):
+        pass
+    return -next(_unknown)  # one for each call: it costs semaphores, and shares none
+
+
+_unknown = itertools.count(1)

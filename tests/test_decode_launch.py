@@ -141,6 +141,7 @@ class Machine:
         for name in ("_streams", "_arenas", "_captured"):
             monkeypatch.setattr(workspace, name, {})
         monkeypatch.setattr(workspace, "_kept", [])
+        monkeypatch.setattr(workspace, "_low", set())
         monkeypatch.setattr(workspace, "_capture_id", lambda stream: self.capture)
 
     @contextmanager
