@@ -145,9 +145,8 @@ def decode(
         raise argument_error("q", "its type", type(q).__name__, "torch.Tensor")
     if not isinstance(cache, (ContiguousCache, PagedCache)):
         raise argument_error("cache", "its type", type(cache).__name__, "ContiguousCache, PagedCache")
-    for argument, x in (("sinks", sinks), ("out", out)):
-        if x is not None and not isinstance(x, Tensor):
-            raise argument_error(argument, "its type", type(x).__name__, "None, or torch.Tensor")
+    if sinks is not None or out is not None:
+        _check_optional_tensors(sinks=sinks, out=out)
     if scale is not None:
         check_scale(scale)
     if softcap is not None:
@@ -155,7 +154,8 @@ def decode(
     if num_splits is not None or split_size is not None:
         check_splits(num_splits, split_size)
     check_flag("return_lse", return_lse)
-    check_flag("check", check)
+    if check is not False:
+        check_flag("check", check)
     if not isinstance(lengths, Tensor) or lengths.device != q.device:
         lengths = _lengths_on_device(lengths, q, cache)
     if check:
@@ -172,6 +172,12 @@ def decode(
     )
     result, lse = decode_ops.decode(q, cache, lengths, options, out, return_lse)
     return result if lse is None else (result, lse)
+
+
+def _check_optional_tensors(**arguments: object) -> None:
+    for argument, x in arguments.items():
+        if x is not None and not isinstance(x, Tensor):
+            raise argument_error(argument, "its type", type(x).__name__, "None, or torch.Tensor")
 
 
 def _lengths_on_device(lengths: Lengths, q: Tensor, cache: Cache) -> Tensor:

@@ -45,7 +45,7 @@ def decode(
     if q.requires_grad or k.requires_grad or v.requires_grad or (sinks is not None and sinks.requires_grad):
         check_no_gradient(q=q, k=k, v=v, **({} if sinks is None else {"sinks": sinks}))
     signature: tuple[Any, ...] = (
-        q.shape, q.stride(), q.dtype, q.get_device(), cache.key, lengths.shape, lengths.stride(), lengths.dtype,
+        q.shape, q.stride(), q.dtype, q.get_device(), cache.key, lengths.shape, lengths.is_contiguous(), lengths.dtype,
         lengths.get_device(), window, scale, softcap, num_splits, split_size, config, return_lse,
     )  # fmt: skip
     if sinks is not None or out is not None:
