@@ -24,6 +24,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from cute_attn.configs import round_up
+from cute_attn.memory import ALIGNMENT
+
+SEMAPHORE_BYTES = 4
 ARENA_SEMAPHORES = 2**20  # 4 MiB: 256 graphs with 4096 rows of blocks each
 SMALLEST = 1024  # elements of a new buffer
 
@@ -52,8 +56,9 @@ class _Arena:
         return self.buffer.shape[0] - self.used
 
     def take(self, semaphores: int) -> Tensor:
-        self.used += semaphores
-        return self.buffer[self.used - semaphores : self.used]
+        start = self.used
+        self.used += round_up(semaphores, ALIGNMENT // SEMAPHORE_BYTES)  # kernels take tensors that start aligned
+        return self.buffer[start : start + semaphores]
 
 
 _streams: dict[tuple[int | None, int], Workspace] = {}  # by device index and stream

@@ -117,3 +117,10 @@ def test_memory_is_of_no_pool_and_no_mode() -> None:
 def test_a_capture_of_unknown_number_shares_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cuda.bindings", None)
     assert len({module._capture_id(0) for _ in range(3)}) == 3
+
+
+def test_semaphores_of_graphs_start_aligned(machine: Machine) -> None:
+    """Kernels refuse a tensor that does not start at a multiple of 16 bytes."""
+    workspace()
+    for machine.capture in range(3):
+        assert workspace(semaphores=5).semaphores.data_ptr() % 16 == 0
