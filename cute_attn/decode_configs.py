@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from cute_attn.arch import KIB, Arch
+from cute_attn.arch import Arch
 from cute_attn.configs import round_up
 from cute_attn.decode_problem import DecodeProblem
 from cute_attn.errors import argument_error
@@ -88,6 +88,14 @@ class DecodeConfig:
                 f"{need} bytes",
                 f"{arch.smem_bytes} bytes on {arch.gpu_arch}: choose smaller tiles, or fewer warps or buffers",
             )
+
+    def fits(self, arch: Arch, problem: DecodeProblem) -> bool:
+        """Whether ``check_fits`` finds nothing."""
+        try:
+            self.check_fits(arch, problem)
+        except ValueError:
+            return False
+        return True
 
 
 @dataclass(frozen=True)
@@ -190,6 +198,10 @@ class RolesConfig(DecodeConfig):
         """gemm1 groups, each with tokens of its own."""
         return GEMM1_WARPS // self.warps_per_group(problem)
 
+    def output_registers(self, problem: DecodeProblem) -> int:
+        """Registers that O takes of a gemm1 thread."""
+        return self.tile_m * problem.head_dim // self.warps_per_group(problem) // WARP
+
     def group_loads_v(self, problem: DecodeProblem) -> bool:
         """Whether several warps load a tile of V together."""
         return self.v_by_group and self.warps_per_group(problem) > 1
@@ -222,7 +234,7 @@ class RolesConfig(DecodeConfig):
     def check_fits(self, arch: Arch, problem: DecodeProblem) -> None:
         """Raises ValueError if a block needs more shared memory than there is, or a thread too many registers."""
         super().check_fits(arch, problem)
-        registers = self.tile_m * problem.head_dim // self.warps_per_group(problem) // WARP
+        registers = self.output_registers(problem)
         if registers > MAX_OUTPUT_REGISTERS:
             what = f"{self.name}'s need of registers for O at head_dim {problem.head_dim}"
             raise argument_error("config", what, registers, f"{MAX_OUTPUT_REGISTERS}: choose a smaller tile_m")
@@ -259,29 +271,100 @@ def parse_decode_config(name: str) -> DecodeConfig:
 
 
 def seed_config(arch: Arch, problem: DecodeProblem, rows: int) -> RolesConfig:
-    """The tiling of the kernel that this work started from: by architecture, 128-byte parts of K and 64 tokens of V,
-    or 64 and 32 where shared memory is small.
+    """The tiling of the CUDA kernel that this work started from.
+
+    It takes 128-byte parts of K and 64 tokens of V, or 64 and 32 on the smaller GPUs, and pads rows to 16 or 32. Where
+    that does not fit, the smaller tiles or fewer rows do; a head dim that no two warps can split, such as 240, may fit
+    nowhere.
+
+    Raises:
+        ValueError: none fits.
     """
-    tile_m = 16 if rows <= 16 else 32
-    small = arch.smem_bytes < 128 * KIB
-    wide = RolesConfig(tile_m, 1, 64 if small else 128, 2, 32 if small else 64)
-    return (
-        wide
-        if problem.head_dim // wide.warps_per_group(problem) * tile_m <= MAX_OUTPUT_REGISTERS * WARP
-        else RolesConfig(16, 1, wide.k_part_bytes, 2, wide.v_tile)
-    )
+    large, small = RolesConfig(16, k_part_bytes=128, v_tile=64), RolesConfig(16, k_part_bytes=64, v_tile=32)
+    tiles = (small,) if arch.capability in _SMALL else (large, small)
+    tile_ms = (16,) if rows <= 16 else (32, 16)
+    choices = [replace(config, tile_m=tile_m) for tile_m in tile_ms for config in tiles]
+    fitting = (config for config in choices if config.fits(arch, problem))
+    config = next(fitting, choices[-1])
+    config.check_fits(arch, problem)
+    return config
 
 
-def default_decode_config(arch: Arch, problem: DecodeProblem, rows: int) -> DecodeConfig:
+@dataclass(frozen=True)
+class _Row:
+    """One row of the table.
+
+    ``config``, but for tile_m, serves on ``archs`` where a token's keys of one head take up to ``row_bytes`` and O up
+    to ``elements`` (tile_m x head_dim), because of ``reason``.
+    """
+
+    archs: tuple[int, ...]
+    row_bytes: int
+    elements: int
+    config: StreamsConfig
+    reason: str
+
+
+_HOPPER = (90,)  # 227 KB of shared memory
+_BLACKWELL = (100, 103, 110)  # 227 KB
+_AMPERE = (80, 87)  # 163 KB
+_SMALL = (86, 89, 120, 121)  # 99 KB
+_LARGE = (*_HOPPER, *_BLACKWELL)
+
+MAX_ELEMENTS = 2048  # of O a warp: 64 registers a thread, and half as many for Q
+
+
+def _streams(tile_n: int, warps: int, stages: int, blocks: int) -> StreamsConfig:
+    return StreamsConfig(8, blocks, tile_n, warps, stages)
+
+
+# Rows are tried from the top. "H200:" rows were measured there, in microseconds at (batch, length); the other rows keep
+# as many bytes in flight as shared memory allows with registers to spare, not measured.
+TABLE: tuple[_Row, ...] = (
+    _Row(_LARGE, 64, 1024, _streams(32, 4, 3, 4), "48 KB a block, as at 128 bytes"),
+    _Row(
+        _LARGE,
+        128,
+        1024,
+        _streams(16, 4, 3, 4),
+        "H200, int8 and fp8, d 128: 5.0 at (1, 512), 137 at (32, 8192), 507 at (128, 8192); 32 tokens with 2 blocks "
+        "5.4, 137.5, 510, as small work waits for longer tiles",
+    ),
+    _Row(
+        _LARGE,
+        256,
+        1024,
+        _streams(16, 4, 2, 3),
+        "H200, bf16, d 128: 4.4 at (1, 512), 251 at (32, 8192), 959 at (128, 8192); 3 stages and 2 blocks 4.6, 252.5, "
+        "964; 8 warps 5.3, 255, 956; 32 tokens 4.8, 253, 957",
+    ),
+    _Row(_LARGE, 128, 2048, _streams(32, 4, 3, 2), "16 rows take 200 registers: two blocks, with longer tiles"),
+    _Row(_LARGE, 256, 2048, _streams(16, 4, 3, 2), "the same"),
+    _Row(_LARGE, 512, 2048, _streams(16, 4, 3, 1), "192 KB: one block"),
+    _Row(_AMPERE, 64, 1024, _streams(32, 4, 3, 3), "48 KB: three blocks"),
+    _Row(_AMPERE, 128, 1024, _streams(16, 4, 3, 3), "48 KB: three blocks"),
+    _Row(_AMPERE, 128, 2048, _streams(16, 4, 3, 2), "16 rows take 200 registers: two blocks"),
+    _Row(_AMPERE, 256, 2048, _streams(16, 4, 2, 2), "64 KB: two blocks"),
+    _Row(_AMPERE, 512, 2048, _streams(16, 4, 2, 1), "128 KB: one block"),
+    _Row(_SMALL, 64, 1024, _streams(32, 4, 3, 2), "48 KB: two blocks"),
+    _Row(_SMALL, 128, 2048, _streams(16, 4, 3, 2), "48 KB: two blocks"),
+    _Row(_SMALL, 256, 2048, _streams(16, 4, 3, 1), "96 KB of 99"),
+    _Row(_SMALL, 512, 2048, _streams(16, 2, 3, 1), "96 KB of 99, with two warps"),
+)
+
+
+def default_decode_config(arch: Arch, problem: DecodeProblem, rows: int) -> StreamsConfig:
     """The tuned config for an architecture, a problem and a number of query rows a head of the cache.
+
+    Rows beyond a tile's are tiles of their own, whose blocks read the cache from the L2.
 
     Args:
         rows: query heads of one head of the cache x query tokens of a sequence.
     """
-    tile_m = next((m for m in (8, 16, 32) if rows <= m), 32)
-    tile_n = 32 if problem.quantised else 16
-    for warps, stages, blocks in ((4, 3, 2), (4, 3, 1), (4, 2, 1), (2, 3, 1), (2, 2, 1)):
-        config = StreamsConfig(tile_m, blocks, tile_n, warps, stages)
-        if blocks * config.smem_bytes(problem) <= arch.smem_bytes:
-            return config
-    raise ValueError(f"no decode config fits {arch.gpu_arch} at head_dim {problem.head_dim}")
+    fitting = [m for m in (8, 16, 32) if m * problem.head_dim <= MAX_ELEMENTS]
+    tile_m = next((m for m in fitting if rows <= m), fitting[-1])
+    for row in TABLE:
+        fits = problem.row_bytes <= row.row_bytes and tile_m * problem.head_dim <= row.elements
+        if arch.capability in row.archs and fits:
+            return replace(row.config, tile_m=tile_m)
+    raise ValueError(f"head_dim must be at most 256, got {problem.head_dim}")
