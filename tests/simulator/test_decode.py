@@ -1,4 +1,4 @@
-"""Decode through the simulator: all rows of the table of defaults, the seed's arrangement, and the cases others miss."""
+"""Decode through the simulator: all rows of the table of defaults, the seed's arrangement, cases others miss."""
 
 from __future__ import annotations
 
