@@ -82,14 +82,23 @@ def _under_autograd(op: torch._ops.OpOverload, differentiable: Sequence[str]) ->
     return call
 
 
+# Looked up once: finding them takes longer than calling them, and every call of an op asks all of them.
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_function_modes = torch._C._len_torch_function_stack
+_transform = torch._C._functorch.peek_interpreter_stack
+_tracer = torch._C._get_tracing_state
+_autocast = torch._C._is_any_autocast_enabled
+_profiler = torch._C._autograd._profiler_enabled
+
+
 def intercepted() -> bool:
     """A mode, transform, tracer, autocast or profiler wants to see every op."""
     return (
-        torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._len_torch_function_stack() > 0
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or torch._C._get_tracing_state() is not None
+        _dispatch_modes() > 0
+        or _function_modes() > 0
+        or _transform() is not None
+        or _tracer() is not None
         or in_forward_mode()
-        or torch._C._is_any_autocast_enabled()
-        or torch._C._autograd._profiler_enabled()
+        or _autocast()
+        or _profiler()
     )
