@@ -53,7 +53,7 @@ def _inputs() -> Inputs:
 
 
 def _our_calls(inputs: Inputs) -> dict[str, Callable[[], object]]:
-    from cute_attn import attention
+    from cute_attn import ContiguousCache, PagedCache, attention, decode
 
     q, k, v, _ = inputs
     out = torch.empty_like(q)
@@ -66,12 +66,21 @@ def _our_calls(inputs: Inputs) -> dict[str, Callable[[], object]]:
         "max_seqlen_q": LENGTH,
         "max_seqlen_k": LENGTH,
     }
+    new_token = torch.randn(1, 1, 8, HEAD_DIM, device="cuda", dtype=torch.float16)
+    pool = torch.randn(64, LENGTH, 2, HEAD_DIM, device="cuda", dtype=torch.float16)
+    contiguous = ContiguousCache(pool.view(1, -1, 2, HEAD_DIM), pool.view(1, -1, 2, HEAD_DIM))
+    paged = PagedCache(pool, pool, torch.arange(64, dtype=torch.int32, device="cuda").view(1, 64))
+    tokens = torch.full((1,), 4 * LENGTH, dtype=torch.int32, device="cuda")
+    new_out = torch.empty_like(new_token)
     return {
         OURS: lambda: attention(q, k, v, causal=True),
         f"{OURS}, out given": lambda: attention(q, k, v, causal=True, out=out),
         f"{OURS}, with lse": lambda: attention(q, k, v, causal=True, return_lse=True),
         f"{OURS}, bshd": lambda: attention(bshd_q, bshd_k, bshd_v, causal=True, layout="bshd"),
         f"{OURS}, varlen": lambda: attention(packed_q, packed_k, packed_v, causal=True, **lengths),
+        f"{OURS}.decode": lambda: decode(new_token, contiguous, tokens),
+        f"{OURS}.decode, out given": lambda: decode(new_token, contiguous, tokens, out=new_out),
+        f"{OURS}.decode, paged, with lse": lambda: decode(new_token, paged, tokens, return_lse=True),
     }
 
 

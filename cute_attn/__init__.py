@@ -11,10 +11,29 @@ from typing import TYPE_CHECKING
 
 from cute_attn import loading, reference
 from cute_attn.api import attention, warmup
+from cute_attn.caches import ContiguousCache, PagedCache
 from cute_attn.configs import SEED_CONFIGS, PrefillConfig
+from cute_attn.decode_api import decode, warmup_decode
+from cute_attn.decode_configs import RolesConfig, StreamsConfig
+from cute_attn.merging import merge
 
 __version__ = "0.1.0"
-__all__ = ["SEED_CONFIGS", "PrefillConfig", "__version__", "attention", "layouts", "reference", "warmup"]
+__all__ = [
+    "SEED_CONFIGS",
+    "ContiguousCache",
+    "PagedCache",
+    "PrefillConfig",
+    "RolesConfig",
+    "StreamsConfig",
+    "__version__",
+    "attention",
+    "decode",
+    "layouts",
+    "merge",
+    "reference",
+    "warmup",
+    "warmup_decode",
+]
 
 
 if TYPE_CHECKING:

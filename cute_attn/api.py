@@ -29,6 +29,7 @@ from cute_attn.plan import KernelKey, kernel_spec
 from cute_attn.problem import PrefillProblem
 
 T = TypeVar("T")
+Device = torch.device | str | int
 
 
 @overload
@@ -179,7 +180,7 @@ def warmup(
     varlen: bool | Sequence[bool] = False,
     return_lse: bool | Sequence[bool] = False,
     config: PrefillConfig | str | None = None,
-    devices: torch.device | str | int | Sequence[torch.device | str | int] | None = None,
+    devices: Device | Sequence[Device] | None = None,
 ) -> list[str]:
     """Have every kernel that a program will call compiled, loaded and run once.
 
@@ -206,21 +207,21 @@ def warmup(
         ValueError: an argument is wrong.
         KernelCompileError: a kernel does not compile; the others are ready.
     """
-    for dim in _each(head_dim):
+    for dim in each(head_dim):
         check_head_dim("head_dim", "it", dim)
     if head_dim_v is not None:
         check_head_dim("head_dim_v", "it", head_dim_v)
     for dtype in dtypes:
         check_dtype("dtypes", "one of them", dtype)
     for argument, flags in (("varlen", varlen), ("return_lse", return_lse)):
-        for flag in _each(flags):
+        for flag in each(flags):
             check_flag(argument, flag)
     name = config_name(config)
     if name is not None:
-        for dim in _each(head_dim):
+        for dim in each(head_dim):
             parse_config(name, dim)
-    several: Sequence[torch.device | str | int] = _each("cuda" if devices is None else devices)
-    named_devices = [_cuda_device(device) for device in several]
+    several: Sequence[Device] = each("cuda" if devices is None else devices)
+    named_devices = [cuda_device(device) for device in several]
     problems = [
         PrefillProblem(
             DTYPE_NAMES[dtype],
@@ -232,11 +233,11 @@ def warmup(
             return_lse=lse,
         )
         for dim, dtype, (window_left, window_right), packed, lse in product(
-            _each(head_dim),
+            each(head_dim),
             dtypes,
-            [window_widths(one, window) for one in _each(causal)],
-            _each(varlen),
-            _each(return_lse),
+            [window_widths(one, window) for one in each(causal)],
+            each(varlen),
+            each(return_lse),
         )
     ]
     if not torch.cuda.is_available():
@@ -250,11 +251,17 @@ def warmup(
     return sorted(spec.name for spec in specs)
 
 
-def _each(values: T | Sequence[T]) -> Sequence[T]:
+def each(values: T | Sequence[T]) -> Sequence[T]:
+    """The values of an argument that takes one or several."""
     return values if isinstance(values, Sequence) and not isinstance(values, str) else (values,)
 
 
-def _cuda_device(device: torch.device | str | int) -> torch.device:
+def cuda_device(device: Device) -> torch.device:
+    """A device as ``warmup`` takes it.
+
+    Raises:
+        ValueError: it is no CUDA device.
+    """
     try:
         named = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
     except RuntimeError:  # a name that torch does not know

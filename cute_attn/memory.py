@@ -87,7 +87,7 @@ def _share_elements(a: Tensor, b: Tensor) -> bool:
 
 
 def _addresses(x: Tensor) -> numpy.ndarray:
-    """A 16-bit tensor's addresses as a numpy array, whose elements must not be read: they may lie on a GPU."""
+    """A tensor's addresses as a numpy array, whose elements must not be read: they may lie on a GPU."""
     return numpy.asarray(_ArrayInterface(x))
 
 
@@ -95,8 +95,8 @@ class _ArrayInterface:
     def __init__(self, x: Tensor) -> None:
         self.__array_interface__ = {
             "version": 3,
-            "typestr": f"<u{ELEMENT_BYTES}",
+            "typestr": f"<u{x.element_size()}",
             "shape": tuple(x.shape),
-            "strides": tuple(stride * ELEMENT_BYTES for stride in x.stride()),
+            "strides": tuple(stride * x.element_size() for stride in x.stride()),
             "data": (x.data_ptr(), True),
         }

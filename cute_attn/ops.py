@@ -18,8 +18,9 @@ from torch import Tensor
 
 from cute_attn import launch, reference
 from cute_attn.call import Sizes
-from cute_attn.checks import check_inputs, check_no_gradient, check_out, in_forward_mode
+from cute_attn.checks import check_inputs, check_out
 from cute_attn.configs import parse_config
+from cute_attn.dispatch import Op, cast_to, intercepted, register
 from cute_attn.memory import check_addresses, check_apart, check_limits, check_own_memory, kernel_strides
 from cute_attn.options import OPTIONS_SCHEMA, Options
 
@@ -30,7 +31,6 @@ SCHEMAS = {
     "prefill_out_lse": f"(Tensor q, Tensor k, Tensor v, Tensor(a!) out, {OPTIONS_SCHEMA}) -> Tensor",
 }
 
-AUTOCAST_DTYPES = (torch.float16, torch.bfloat16, torch.float32)  # what autocast casts
 DIFFERENTIABLE = ("q", "k", "v", "out")
 
 
@@ -58,20 +58,7 @@ def attend(
 
 def _dispatches_to_kernel(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Torch's dispatcher would do nothing but call ``launch.attend``, which takes it 4 microseconds."""
-    return q.is_cuda and type(q) is type(k) is type(v) is Tensor and not _intercepted()
-
-
-def _intercepted() -> bool:
-    """A mode, transform, tracer, autocast or profiler wants to see every op."""
-    return (
-        torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._len_torch_function_stack() > 0
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or torch._C._get_tracing_state() is not None
-        or in_forward_mode()
-        or torch._C._is_any_autocast_enabled()
-        or torch._C._autograd._profiler_enabled()
-    )
+    return q.is_cuda and type(q) is type(k) is type(v) is Tensor and not intercepted()
 
 
 # attend(q, k, v, options, out=None, return_lse=False) -> (out, lse); options are the fields of Options.
@@ -154,42 +141,16 @@ def _results(
     return out, lse
 
 
-def _under_autocast(op: Callable[..., Any], device_type: str) -> Callable[..., Any]:
-    """The op on q, k and v cast to autocast's dtype, where torch's own attention would be."""
-
-    def attend(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Any:
-        dtype = torch.get_autocast_dtype(device_type)
-        with torch.autocast(device_type, enabled=False):
-            return op(*(x.to(dtype) if x.dtype in AUTOCAST_DTYPES else x for x in (q, k, v)), *rest)
-
-    return attend
+def _cast(dtype: torch.dtype, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Any, ...]:
+    return cast_to(dtype, q), cast_to(dtype, k), cast_to(dtype, v), *rest
 
 
-def _under_autograd(op: torch._ops.OpOverload) -> Callable[..., Any]:
-    """The op with a check that nothing is differentiated, which torch would otherwise take for a derivative of 0."""
-
-    def attend(keyset: torch._C.DispatchKeySet, *arguments: Any) -> Any:
-        tensors = zip(op._schema.arguments, arguments, strict=False)  # trailing defaults are left out
-        check_no_gradient(**{argument.name: x for argument, x in tensors if argument.name in DIFFERENTIABLE})
-        with torch._C._AutoDispatchBelowAutograd():
-            return op.redispatch(keyset & torch._C._after_autograd_keyset, *arguments)
-
-    return attend
-
-
-def _register() -> torch.library.Library:
-    library = torch.library.Library("cute_attn", "DEF")
+def _register() -> None:
     implementations = {"CUDA": Implementation(launch.attend), "CPU": Implementation(attend_on_cpu)}
     fake = Implementation(attend_on_fake)
     for name, schema in SCHEMAS.items():
-        library.define(name + schema)
-        op = getattr(torch.ops.cute_attn, name).default
-        for key, implementation in implementations.items():
-            library.impl(name, getattr(implementation, name), key)
-            library.impl(name, _under_autocast(op, key.lower()), f"Autocast{key}")
-        library.impl(name, _under_autograd(op), "Autograd", with_keyset=True)
-        torch.library.register_fake(f"cute_attn::{name}", getattr(fake, name), lib=library)
-    return library
+        devices = {key: getattr(implementation, name) for key, implementation in implementations.items()}
+        register(name, Op(schema, devices, getattr(fake, name), _cast, DIFFERENTIABLE))
 
 
-_library = _register()  # the ops live as long as it does
+_register()

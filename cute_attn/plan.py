@@ -82,12 +82,12 @@ def make_plan(call: Call) -> Plan:
     check_addresses(q=q, k=call.k, v=call.v)
     out = _out_view(call, sizes)
     views = _views(call, out)
-    signed_q, scale_log2 = _positive_scale(options.scale, sizes.head_dim)
+    signed_q, scale_log2 = positive_scale(options.scale, sizes.head_dim)
     return Plan(
         kernel=_kernel(call, sizes) if sizes.sees_a_key() else None,
         device=q.device,
         out=out,
-        lse=_contiguous(sizes.lse_shape(options)) if call.return_lse else None,
+        lse=contiguous(sizes.lse_shape(options)) if call.return_lse else None,
         views=views,
         signed_q=signed_q,
         # A width beyond the sequence hides nothing, and would overflow the kernel's 32-bit positions.
@@ -105,11 +105,12 @@ def _out_view(call: Call, sizes: Sizes) -> View:
     if call.out is not None:
         check_out(call.out, call.q, sizes, call.options)
         check_own_memory(call.out)
-        return _own_view(call.out)
-    return _contiguous(sizes.out_shape(call.options))
+        return own_view(call.out)
+    return contiguous(sizes.out_shape(call.options))
 
 
-def _contiguous(shape: Shape) -> View:
+def contiguous(shape: Shape) -> View:
+    """How a tensor lies that torch allocates."""
     strides = [1]
     for size in reversed(shape[1:]):
         strides.append(strides[-1] * max(size, 1))
@@ -117,17 +118,21 @@ def _contiguous(shape: Shape) -> View:
 
 
 def _views(call: Call, out: View) -> tuple[View, ...] | None:
-    own = {"q": _own_view(call.q), "k": _own_view(call.k), "v": _own_view(call.v), "out": out}
+    own = {"q": own_view(call.q), "k": own_view(call.k), "v": own_view(call.v), "out": out}
     views = tuple(View(view.shape, kernel_strides(argument, *view)) for argument, view in own.items())
     return None if views == tuple(own.values()) else views
 
 
-def _own_view(x: Tensor) -> View:
+def own_view(x: Tensor) -> View:
+    """How a tensor lies."""
     return View(tuple(x.shape), x.stride())
 
 
-def _positive_scale(scale: float | None, head_dim: int) -> tuple[Callable[[Tensor], Tensor] | None, float]:
-    """``Plan.signed_q`` and ``scale_log2``: the same scores by a positive scale, which is what kernels take."""
+def positive_scale(scale: float | None, head_dim: int) -> tuple[Callable[[Tensor], Tensor] | None, float]:
+    """``Plan.signed_q`` and ``scale_log2``: the same scores by a positive scale, which is what kernels take.
+
+    ``scale`` None is 1 / sqrt(head_dim).
+    """
     scale_log2 = LOG2_E / math.sqrt(head_dim) if scale is None else LOG2_E * scale
     if scale_log2 >= SMALLEST_FLOAT32:
         return None, scale_log2
@@ -149,15 +154,23 @@ def _kernel(call: Call, sizes: Sizes) -> Kernel:
     )
     key = KernelKey(problem, options.config, call.q.get_device())
     if key not in _kernels:
-        _kernels[key] = _load_kernel(kernel_spec(key))
+        _kernels[key] = load_kernel(kernel_spec(key))
     return _kernels[key]
 
 
-def _load_kernel(spec: KernelSpec) -> Kernel:
+def load_kernel(spec: KernelSpec, warmup: str = "warmup") -> Kernel:
+    """The compiled kernel, loaded.
+
+    Args:
+        warmup: the function that does so ahead.
+
+    Raises:
+        RuntimeError: a CUDA graph is being captured.
+    """
     if torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             f"{spec.name} is not loaded, and a kernel cannot be compiled or loaded while a CUDA graph is captured: "
-            "before the capture, call cute_attn.warmup(...) or run the same attention once"
+            f"before the capture, call cute_attn.{warmup}(...) or run the same attention once"
         )
     return cache.load(spec)
 

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from cute_attn.arch import Arch
 from cute_attn.configs import PrefillConfig
+from cute_attn.decode_configs import DecodeConfig
+from cute_attn.decode_problem import DecodeProblem
+
+ProblemT = TypeVar("ProblemT", "PrefillProblem", DecodeProblem)
+ConfigT = TypeVar("ConfigT", PrefillConfig, DecodeConfig)
 
 
 @dataclass(frozen=True)
@@ -65,13 +70,31 @@ class PrefillArguments(NamedTuple):
 
 
 @dataclass(frozen=True)
-class KernelSpec:
+class KernelSpec(Generic[ProblemT, ConfigT]):
     """A kernel to compile: the problem, the tiling that solves it and the architecture that runs it."""
 
-    problem: PrefillProblem
-    config: PrefillConfig
+    problem: ProblemT
+    config: ConfigT
     arch: Arch
 
     @property
     def name(self) -> str:
         return f"{self.problem.name}-{self.config.name}-{self.arch.gpu_arch}"
+
+    @property
+    def smem_bytes(self) -> int:
+        """Shared memory of one block."""
+        if isinstance(self.config, DecodeConfig):
+            assert isinstance(self.problem, DecodeProblem)
+            return self.config.smem_bytes(self.problem)
+        assert isinstance(self.problem, PrefillProblem)
+        return self.config.smem_bytes(self.problem.head_dim, self.problem.head_dim_v)
+
+    def check_fits(self) -> None:
+        """Raises ValueError if a block would need more shared memory than the architecture has."""
+        if isinstance(self.config, DecodeConfig):
+            assert isinstance(self.problem, DecodeProblem)
+            self.config.check_fits(self.arch, self.problem)
+        else:
+            assert isinstance(self.problem, PrefillProblem)
+            self.config.check_fits(self.arch, self.problem.head_dim, self.problem.head_dim_v)

@@ -69,5 +69,6 @@ def test_examples_run_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
         if "CUDAGraph" not in block:
             exec(block.replace('"cuda"', '"cpu"').replace("4096", "96"), names)
             shapes.append(tuple(names["out"].shape))
-    assert shapes == [(1024, 16, 64), (2, 16, 96, 128), (2, 16, 96, 128)]
+    assert shapes == [(1024, 16, 64), (2, 16, 96, 128), (2, 1, 32, 128), (2, 16, 96, 128)]
+    assert tuple(names["out_lse"].shape) == (2, 1, 32)
     assert tuple(names["lse"].shape) == (2, 32, 96)

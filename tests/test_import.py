@@ -35,7 +35,8 @@ def output(script: str, *paths: Path) -> str:
 
 def test_public_names() -> None:
     assert set(cute_attn.__all__) == {
-        "SEED_CONFIGS", "PrefillConfig", "__version__", "attention", "layouts", "reference", "warmup",
+        "SEED_CONFIGS", "ContiguousCache", "PagedCache", "PrefillConfig", "RolesConfig", "StreamsConfig", "__version__",
+        "attention", "decode", "layouts", "merge", "reference", "warmup", "warmup_decode",
     }  # fmt: skip
     for name in cute_attn.__all__:
         assert getattr(cute_attn, name) is not None

@@ -143,9 +143,10 @@ def test_core_kernels_are_compiled_once(
 def test_the_sets_are_what_they_say() -> None:
     names = {spec.problem.name for spec in CORE}
     dense = {f"prefill_{dtype}_d{dim}" for dtype in ("fp16", "bf16") for dim in (64, 128)}
-    assert names == dense | {f"{name}_right" for name in dense}
+    decode = {f"decode_{dtype}_d128{page}" for dtype in ("fp16", "bf16") for page in ("", "_page64")}
+    assert names == dense | {f"{name}_right" for name in dense} | decode
     everything = all_kernels(arch_by_name("sm_90a"))
-    assert len(set(everything)) == len(everything) == 144
+    assert len(set(everything)) == len(everything) == 144 + 72
     assert set(CORE) <= set(everything)
 
 
@@ -174,7 +175,7 @@ def test_another_package_that_runs_compiles(
     monkeypatch.setattr(sys, "argv", ["-m"])
     monkeypatch.setattr(sys, "orig_argv", ["python", "-m", "training"])
     loading.compile_core_kernels()
-    assert len(fake_compiler.compiled) == 8
+    assert len(fake_compiler.compiled) == 12
 
 
 # Trouble
@@ -185,17 +186,17 @@ def test_a_broken_compile_is_one_warning_and_an_error_when_called(
 ) -> None:
     devices((9, 0))
     monkeypatch.setenv(compiler.BROKEN, "bf16")
-    with pytest.warns(UserWarning, match="could not compile 4 of its kernels") as caught:
+    with pytest.warns(UserWarning, match="could not compile 6 of its kernels") as caught:
         loading.compile_core_kernels()
     assert len(caught) == 1
-    assert len(fake_compiler.compiled) == 8
+    assert len(fake_compiler.compiled) == 12
     for spec in CORE:
         if spec.problem.dtype == "bfloat16":
             with pytest.raises(KernelCompileError, match=f"{spec.name} failed to compile: ptxas is unhappy"):
                 cache.load(spec)
         else:
             cache.load(spec)
-    assert len(fake_compiler.compiled) == 8
+    assert len(fake_compiler.compiled) == 12
 
 
 def test_a_folder_that_cannot_be_written_is_one_warning(
@@ -284,7 +285,7 @@ def test_a_script_without_a_main_guard_imports_and_forks(importing: FakeCompiler
         assert process.returncode == 0, output
         assert output.count("the script runs") == 1
         assert "[0, 1, 4, 9]" in output
-        assert len(importing.compiled) == 8
+        assert len(importing.compiled) == 12
 
 
 def test_four_imports_at_once_compile_once(importing: FakeCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -292,8 +293,8 @@ def test_four_imports_at_once_compile_once(importing: FakeCompiler, monkeypatch:
     processes = [importing.start(SCRIPT) for _ in range(4)]
     outputs = [process.communicate()[0] for process in processes]
     assert [process.returncode for process in processes] == [0] * 4, outputs
-    assert sum("compiling 8 kernels" in output for output in outputs) == 1
-    assert len(importing.compiled) == 8
+    assert sum("compiling 12 kernels" in output for output in outputs) == 1
+    assert len(importing.compiled) == 12
 
 
 def test_a_wrong_mode_stops_the_import(importing: FakeCompiler, monkeypatch: pytest.MonkeyPatch) -> None:

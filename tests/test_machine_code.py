@@ -17,7 +17,7 @@ import pytest
 
 from cute_attn.arch import arch_by_name
 from cute_attn.compiler.inspect import KernelReport, inspect_kernel
-from cute_attn.compiler.kernel_sets import core_kernels
+from cute_attn.compiler.kernel_sets import core_prefill_kernels
 from cute_attn.configs import SEED_CONFIGS, PrefillConfig, default_config, parse_config
 from cute_attn.problem import KernelSpec, PrefillProblem
 
@@ -30,7 +30,7 @@ OTHER_PROBLEMS = [
     PrefillProblem("float16", 256, 256),
     PrefillProblem("bfloat16", 128, 128, bounded_left=True, bounded_right=True, varlen=True, return_lse=True),
 ]
-DEFAULTS = [spec for arch in ARCHS for spec in core_kernels(arch)] + [
+DEFAULTS = [spec for arch in ARCHS for spec in core_prefill_kernels(arch)] + [
     KernelSpec(problem, default_config(arch, problem.head_dim, problem.head_dim_v), arch)
     for arch in ARCHS
     for problem in OTHER_PROBLEMS

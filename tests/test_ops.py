@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import cute_attn
 from cute_attn import launch, ops
+from cute_attn.dispatch import intercepted
 from cute_attn.options import Options
 
 Tensors = tuple[Tensor, ...]
@@ -235,13 +236,13 @@ def test_derivatives_are_refused(derivative: str) -> None:
 def test_tangents_are_refused() -> None:
     q, k, v = dense()
     with forward_ad.dual_level():
-        assert ops._intercepted()
+        assert intercepted()
         dual = forward_ad.make_dual(q, q)
         for context in (torch.enable_grad, torch.no_grad):
             with context(), pytest.raises(ValueError, match=TANGENT):
                 cute_attn.attention(dual, k, v)
         assert torch.equal(cute_attn.attention(dual.detach(), k, v), cute_attn.attention(q, k, v))
-    assert not ops._intercepted()
+    assert not intercepted()
 
 
 class OpNames(TorchDispatchMode):
@@ -275,13 +276,13 @@ CONTEXTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 @pytest.mark.parametrize("context", CONTEXTS)
 def test_what_intercepts_ops_is_noticed(context: str) -> None:
     with CONTEXTS[context]():
-        assert ops._intercepted()
-    assert not ops._intercepted()
+        assert intercepted()
+    assert not intercepted()
 
 
 def test_transforms_and_tracers_are_noticed() -> None:
     def noticed(x: Tensor) -> Tensor:
-        assert ops._intercepted()
+        assert intercepted()
         return x + 0
 
     x = torch.ones(2)
@@ -293,7 +294,7 @@ def test_transforms_and_tracers_are_noticed() -> None:
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode, torch.enable_grad])
 def test_gradient_modes_do_not_intercept(context: Callable[[], AbstractContextManager[Any]]) -> None:
     with context():
-        assert not ops._intercepted()
+        assert not intercepted()
 
 
 def test_plain_cuda_calls_skip_the_dispatcher(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -188,7 +188,7 @@ def test_layouts_differ_only_in_order() -> None:
 def test_long_queries_are_computed_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = inputs(23, 31)
     whole = reference.attention(q, k, v, window=(3, 2), return_lse=True)
-    monkeypatch.setattr(reference, "ROWS", 5)
+    monkeypatch.setattr(reference.prefill, "ROWS", 5)
     torch.testing.assert_close(reference.attention(q, k, v, window=(3, 2), return_lse=True), whole)
 
 

@@ -11,6 +11,8 @@ import cutlass.cute as cute
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from cute_attn.compiler.cubin import frame_bytes
+from cute_attn.decode_problem import DecodeArguments, DecodeProblem
+from cute_attn.kernels.decode import DecodeKernel
 from cute_attn.kernels.prefill import DTYPES, PrefillKernel
 from cute_attn.problem import KernelSpec, PrefillArguments, PrefillProblem
 
@@ -20,8 +22,19 @@ from cute_attn.problem import KernelSpec, PrefillArguments, PrefillProblem
 REGISTER_LEVELS = (0, 5, 8)
 
 
-def fake_arguments(problem: PrefillProblem) -> PrefillArguments:
+def fake_arguments(problem: PrefillProblem | DecodeProblem) -> PrefillArguments | DecodeArguments:
     """Stand-ins for the arguments, with every size and stride symbolic except the head dims."""
+    return _fake_decode(problem) if isinstance(problem, DecodeProblem) else _fake_prefill(problem)
+
+
+def _plain(dtype: Any, rank: int) -> Any:
+    """A tensor that single elements are read from, its last dimension dense."""
+    shape = tuple(cute.sym_int32() for _ in range(rank))
+    stride = (*(cute.sym_int64() for _ in range(rank - 1)), 1)
+    return make_fake_tensor(dtype, shape, stride=stride, assumed_align=4)
+
+
+def _fake_prefill(problem: PrefillProblem) -> PrefillArguments:
 
     def rows(head_dim: int) -> Any:
         leading = 2 if problem.varlen else 3
@@ -29,24 +42,59 @@ def fake_arguments(problem: PrefillProblem) -> PrefillArguments:
         stride = (*(cute.sym_int64(divisibility=8) for _ in range(leading)), 1)
         return make_fake_tensor(DTYPES[problem.dtype], shape, stride=stride, assumed_align=16)
 
-    def plain(dtype: Any, rank: int) -> Any:
-        shape = tuple(cute.sym_int32() for _ in range(rank))
-        stride = (*(cute.sym_int64() for _ in range(rank - 1)), 1)
-        return make_fake_tensor(dtype, shape, stride=stride, assumed_align=4)
-
     return PrefillArguments(
         q=rows(problem.head_dim),
         k=rows(problem.head_dim),
         v=rows(problem.head_dim_v),
         out=rows(problem.head_dim_v),
-        lse=plain(cutlass.Float32, 2 if problem.varlen else 3) if problem.return_lse else None,
-        cu_seqlens_q=plain(cutlass.Int32, 1) if problem.varlen else None,
-        cu_seqlens_k=plain(cutlass.Int32, 1) if problem.varlen else None,
+        lse=_plain(cutlass.Float32, 2 if problem.varlen else 3) if problem.return_lse else None,
+        cu_seqlens_q=_plain(cutlass.Int32, 1) if problem.varlen else None,
+        cu_seqlens_k=_plain(cutlass.Int32, 1) if problem.varlen else None,
         scale_log2=cutlass.Float32(1.0),
         window_left=cutlass.Int32(0),
         window_right=cutlass.Int32(0),
         heads_second=cutlass.Int32(1),
     )
+
+
+def _fake_decode(problem: DecodeProblem) -> DecodeArguments:
+    cache_dtype = cutlass.Int8 if problem.quantised else DTYPES[problem.cache_dtype]
+
+    def rows(dtype: Any, element_bytes: int) -> Any:
+        shape = (*(cute.sym_int32() for _ in range(3)), problem.head_dim)
+        stride = (*(cute.sym_int64(divisibility=16 // element_bytes) for _ in range(3)), 1)
+        return make_fake_tensor(dtype, shape, stride=stride, assumed_align=16)
+
+    def flat(dtype: Any) -> Any:
+        return make_fake_tensor(dtype, (cute.sym_int64(),), stride=(1,), assumed_align=16)
+
+    return DecodeArguments(
+        q=rows(DTYPES[problem.dtype], 2),
+        k=rows(cache_dtype, problem.cache_bytes),
+        v=rows(cache_dtype, problem.cache_bytes),
+        out=rows(DTYPES[problem.dtype], 2),
+        lse=_plain(cutlass.Float32, 3) if problem.return_lse else None,
+        lengths=_plain(cutlass.Int32, 1),
+        k_page_table=_plain(cutlass.Int32, 2) if problem.page_size else None,
+        v_page_table=_plain(cutlass.Int32, 2) if problem.page_size else None,
+        sinks=_plain(cutlass.Float32, 1) if problem.sinks else None,
+        k_scale=_plain(cutlass.Float32, 1) if problem.quantised else None,
+        v_scale=_plain(cutlass.Float32, 1) if problem.quantised else None,
+        partials=flat(cutlass.Float32),
+        semaphores=flat(cutlass.Int32),
+        scale_log2=cutlass.Float32(1.0),
+        v_factor=cutlass.Float32(1.0),
+        softcap=cutlass.Float32(1.0),
+        window=cutlass.Int32(1),
+        num_splits=cutlass.Int32(1),
+        split_size=cutlass.Int32(0),
+    )
+
+
+def _kernel(spec: KernelSpec) -> Any:
+    if isinstance(spec.problem, DecodeProblem):
+        return DecodeKernel(spec.problem, spec.config, spec.arch)
+    return PrefillKernel(spec.problem, spec.config)
 
 
 def compile_kernel(spec: KernelSpec, options: str = "") -> Any:
@@ -61,7 +109,7 @@ def compile_kernel(spec: KernelSpec, options: str = "") -> Any:
     Raises:
         ValueError: the config does not fit the architecture.
     """
-    spec.config.check_fits(spec.arch, spec.problem.head_dim, spec.problem.head_dim_v)
+    spec.check_fits()
     fewest, spilled = None, 0
     for level in REGISTER_LEVELS:
         compiled = _compile(spec, f"--ptxas-options='--register-usage-level={level}' {options}")
@@ -76,7 +124,7 @@ def compile_kernel(spec: KernelSpec, options: str = "") -> Any:
 def _compile(spec: KernelSpec, options: str) -> Any:
     with tempfile.TemporaryDirectory(prefix="cute_attn_compile_") as folder:
         return cute.compile(
-            PrefillKernel(spec.problem, spec.config),
+            _kernel(spec),
             *fake_arguments(spec.problem),
             make_fake_stream(use_tvm_ffi_env_stream=True),
             options=f"--enable-tvm-ffi --gpu-arch {spec.arch.gpu_arch} --keep-cubin --dump-dir {shlex.quote(folder)} "

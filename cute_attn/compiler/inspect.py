@@ -141,7 +141,7 @@ def read_report(spec: KernelSpec, resources: str, sass: str, remarks: str) -> Ke
         spill_store_bytes=_number(r"(\d+) bytes spill stores", remarks),
         spill_load_bytes=_number(r"(\d+) bytes spill loads", remarks),
         smem_bytes=_static_smem(spec, resources) + _number(r"memory allocated: (\d+) bytes", remarks, default=0),
-        config_smem_bytes=spec.config.smem_bytes(spec.problem.head_dim, spec.problem.head_dim_v),
+        config_smem_bytes=spec.smem_bytes,
         code_instructions=sum(number for name, number in opcodes.items() if name != "NOP"),
         opcodes=opcodes,
     )

@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 from cute_attn.arch import Arch
 from cute_attn.configs import PrefillConfig
+from cute_attn.decode_configs import RolesConfig, StreamsConfig
+from cute_attn.decode_problem import DecodeProblem
 from cute_attn.problem import KernelSpec, PrefillProblem
 
 if TYPE_CHECKING:
@@ -53,19 +55,26 @@ TOOL_SETTINGS = tuple(
 )
 
 # Files and folders of the package that decide machine code.
-SOURCES = ("kernels", "arch.py", "configs.py", "problem.py", "compiler/build.py")
+SOURCES = (
+    "kernels", "arch.py", "configs.py", "decode_configs.py", "decode_problem.py", "problem.py", "compiler/build.py",
+)  # fmt: skip
+
+# What specs are made of, by the names that descriptions give them.
+PROBLEMS = {kind.__name__: kind for kind in (PrefillProblem, DecodeProblem)}
+CONFIGS = {kind.__name__: kind for kind in (PrefillConfig, StreamsConfig, RolesConfig)}
 
 
 def describe(spec: KernelSpec) -> dict[str, Any]:
     """A spec as plain values that JSON can hold; ``spec_of`` reads it back."""
-    return asdict(spec)
+    return {"kinds": [type(spec.problem).__name__, type(spec.config).__name__], **asdict(spec)}
 
 
 def spec_of(description: dict[str, Any]) -> KernelSpec:
     """The spec that ``describe`` described."""
+    problem, config = description["kinds"]
     return KernelSpec(
-        problem=PrefillProblem(**description["problem"]),
-        config=PrefillConfig(**description["config"]),
+        problem=PROBLEMS[problem](**description["problem"]),
+        config=CONFIGS[config](**description["config"]),
         arch=Arch(**description["arch"]),
     )
 

@@ -19,6 +19,7 @@ from cute_attn.compiler import workers
 from cute_attn.compiler.compiling import KernelCompileError
 from cute_attn.problem import KernelSpec
 from tests.gpu.cases import Case
+from tests.gpu.decode_cases import DecodeCase
 from tests.gpu.test_prefill import SEED
 
 HERE = Path(__file__).parent
@@ -63,7 +64,7 @@ def _specs(item: pytest.Item) -> Iterator[KernelSpec]:
     )
     marked = [needed for marker in item.iter_markers("kernels") for needed in marker.args]
     for needed in (*parameters, *marked):
-        if isinstance(needed, Case):
+        if isinstance(needed, (Case, DecodeCase)):
             yield needed.spec
         elif isinstance(needed, KernelSpec):
             yield needed

@@ -6,10 +6,15 @@ from dataclasses import replace
 
 import torch
 
-from cute_attn import PrefillConfig
+from cute_attn import ContiguousCache, PagedCache, PrefillConfig
 from cute_attn.configs import parse_config
+from cute_attn.decode_configs import RolesConfig
 from tests.gpu.attend import attend, attend_with_lse
 from tests.gpu.cases import Case, Shape, plain
+from tests.gpu.decode_cases import DecodeCase
+from tests.gpu.decode_cases import plain as plain_decode
+from tests.gpu.decode_check import run_decode
+from tests.gpu.decode_tensors import make_decode_tensors
 from tests.gpu.tensors import cumulative
 
 BASE = PrefillConfig()
@@ -35,8 +40,24 @@ CASES = (
 )
 
 
+# The decode kernels: each kind of cache, one and several parts, and both arrangements.
+DECODE_CASES = (
+    DecodeCase(plain_decode(128, return_lse=True), (150, 0, 1), num_splits=1),
+    DecodeCase(plain_decode(128, page_size=64), (150, 0, 300), num_splits=3, storage="heads first"),
+    DecodeCase(
+        plain_decode(80, "float16", page_size=16, bounded_left=True), (150, 40), q_len=3, window=50, num_splits=2
+    ),
+    DecodeCase(plain_decode(128, "float16", "int8", page_size=8, sinks=True), (150, 7), group=9, split_size=64),
+    DecodeCase(plain_decode(64, "bfloat16", "float8_e4m3fn", softcap=True), (150, 300), group=20, num_splits=2),
+    DecodeCase(plain_decode(128, page_size=64), (150, 0, 300), num_splits=2, config=RolesConfig(16)),
+    DecodeCase(plain_decode(128, "float16", "int8"), (300, 3), num_splits=2, config=RolesConfig(8, row_max="none")),
+)
+
+
 def main() -> None:
     """Launch each case once. Inputs are made on the CPU, so that hardly any other kernel is checked along."""
+    for decode_case in DECODE_CASES:
+        _decode(decode_case)
     generator = torch.Generator().manual_seed(0)
     for case in CASES:
         problem, shape = case.problem, case.shape
@@ -60,7 +81,26 @@ def main() -> None:
         if not out.cpu().isfinite().all():
             raise SystemExit(f"not finite: {case}")
     torch.cuda.synchronize()
-    print(f"{len(CASES)} launches")
+    print(f"{len(CASES) + len(DECODE_CASES)} launches")
+
+
+def _decode(case: DecodeCase) -> None:
+    tensors = make_decode_tensors(case, "cpu")
+    cache = tensors.cache
+    scale = None if cache.scale is None else case.scales
+    k, v = cache.k.to("cuda"), cache.v.to("cuda")
+    moved = (
+        PagedCache(k, v, cache.page_table.to("cuda"), scale)
+        if isinstance(cache, PagedCache)
+        else ContiguousCache(k, v, scale)
+    )
+    sinks = None if tensors.sinks is None else tensors.sinks.to("cuda")
+    on_device = replace(
+        tensors, q=tensors.q.to("cuda"), cache=moved, lengths=tensors.lengths.to("cuda"), sinks=sinks,
+        out=tensors.out.to("cuda"),
+    )  # fmt: skip
+    if not run_decode(case, on_device).out.cpu().isfinite().all():
+        raise SystemExit(f"not finite: {case}")
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.gpu.sanitizer_matrix import CASES
+from tests.gpu.sanitizer_matrix import CASES, DECODE_CASES
 
 TOOLS = ("memcheck", "racecheck", "synccheck")
 OPTIONS = ("--error-exitcode", "9", "--report-api-errors", "no")
@@ -46,11 +46,11 @@ def running() -> Iterator[dict[str, subprocess.Popen[str]]]:
 
 @pytest.mark.hang_after(240)
 @pytest.mark.parametrize("tool", TOOLS)
-@pytest.mark.kernels(*CASES)
+@pytest.mark.kernels(*CASES, *DECODE_CASES)
 def test_sanitizer_is_content(tool: str, running: dict[str, subprocess.Popen[str]]) -> None:
     output, _ = running[tool].communicate()
     if any(message in output for message in UNSUPPORTED):
         pytest.skip(f"compute-sanitizer cannot work here: {output.strip().splitlines()[-1]}")
     assert running[tool].returncode == 0, output[-4000:]
-    assert f"{len(CASES)} launches" in output
+    assert f"{len(CASES) + len(DECODE_CASES)} launches" in output
     assert "SUMMARY: 0 " in output, output[-2000:]

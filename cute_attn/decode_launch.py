@@ -1,0 +1,130 @@
+"""Decode of CUDA tensors, written to be quick: what the host does here delays every small call.
+
+As in ``launch``: a call's signature is all that its plan depends on. With a known signature a call costs one look-up,
+the checks of what a signature does not say, the allocation of the results, and the launch.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from cute_attn.caches import Cache, Scale
+from cute_attn.checks import check_no_gradient
+from cute_attn.decode_call import DecodeCall
+from cute_attn.decode_options import DecodeOptions
+from cute_attn.decode_plan import DecodePlan, make_decode_plan
+from cute_attn.memory import ALIGNMENT, check_addresses, check_apart
+from cute_attn.workspace import workspace
+
+MAX_PLANS = 4096  # of about 2 KB each
+
+_plans: dict[tuple[Any, ...], DecodePlan] = {}
+
+
+def decode(
+    q: Tensor,
+    cache: Cache,
+    lengths: Tensor,
+    options: tuple[Any, ...],
+    out: Tensor | None = None,
+    return_lse: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """(out, lse) by the kernel, on the current stream of the tensors' device.
+
+    Args:
+        options: the fields of ``DecodeOptions``.
+        out: where the result goes; None allocates it.
+    """
+    k, v = cache.k, cache.v
+    window, scale, softcap, sinks, num_splits, split_size, config = options
+    if q.requires_grad or k.requires_grad or v.requires_grad or (sinks is not None and sinks.requires_grad):
+        check_no_gradient(q=q, k=k, v=v, **({} if sinks is None else {"sinks": sinks}))
+    signature: tuple[Any, ...] = (
+        q.shape, q.stride(), q.dtype, q.get_device(), cache.key, lengths.shape, lengths.is_contiguous(), lengths.dtype,
+        lengths.get_device(), window, scale, softcap, num_splits, split_size, config, return_lse,
+    )  # fmt: skip
+    if sinks is not None or out is not None:
+        signature += (_kind(sinks), _kind(out))
+    plan = _plans.get(signature)
+    if plan is None:
+        plan = _add_plan(signature, DecodeCall(q, cache, lengths, DecodeOptions(*options), out, return_lse))
+
+    if q.data_ptr() % ALIGNMENT:
+        check_addresses(q=q)
+    if out is not None:
+        if out.requires_grad:
+            check_no_gradient(out=out)
+        if out.data_ptr() % ALIGNMENT:
+            check_addresses(out=out)
+        check_apart(out, q=q, k=k, v=v)
+        increment_version(out)  # autograd must notice that out is overwritten
+    else:
+        out = torch.empty_strided(*plan.out, dtype=q.dtype, device=plan.device)
+    lse = torch.empty_strided(*plan.lse, dtype=torch.float32, device=plan.device) if plan.lse is not None else None
+
+    if plan.kernel is None:
+        _fill_unseen(out, lse, sinks)
+    elif plan.one_device or torch.cuda.current_device() == q.get_device():
+        _launch(plan, cache, (q, cache.k_bits, cache.v_bits, out, lse), lengths, sinks)
+    else:
+        with torch.cuda.device(q.get_device()):
+            _launch(plan, cache, (q, cache.k_bits, cache.v_bits, out, lse), lengths, sinks)
+    return out, lse
+
+
+def _kind(x: Tensor | None) -> tuple[Any, ...] | None:
+    return None if x is None else (x.shape, x.stride(), x.dtype, x.get_device())
+
+
+def _add_plan(signature: tuple[Any, ...], call: DecodeCall) -> DecodePlan:
+    plan = make_decode_plan(call)
+    if len(_plans) >= MAX_PLANS:
+        _plans.clear()
+    _plans[signature] = plan
+    return plan
+
+
+def _fill_unseen(out: Tensor, lse: Tensor | None, sinks: Tensor | None) -> None:
+    """The result where no query sees a token."""
+    out.zero_()
+    if lse is not None:
+        if sinks is None:
+            lse.fill_(-math.inf)
+        else:
+            lse.copy_(sinks)
+
+
+def _launch(
+    plan: DecodePlan, cache: Cache, rows: tuple[Tensor | None, ...], lengths: Tensor, sinks: Tensor | None
+) -> None:
+    """Calls the kernel with the fields of ``DecodeArguments``: q, k, v, out and lse in ``rows``."""
+    if plan.views is not None:
+        rows = tuple(
+            x if x is None or view is None else x.as_strided(*view) for x, view in zip(rows, plan.views, strict=True)
+        )
+    if plan.signed_q is not None:
+        q, *rest = rows
+        assert q is not None
+        rows = (plan.signed_q(q), *rest)
+    k_scale: Scale | None = plan.k_scale
+    v_scale: Scale | None = plan.v_scale
+    if plan.scales_on_device:
+        k_scale = cache.k_scale if isinstance(cache.k_scale, Tensor) else k_scale
+        v_scale = cache.v_scale if isinstance(cache.v_scale, Tensor) else v_scale
+    space = plan.nothing
+    if space is None:
+        stream = _current_stream(plan.device.index)
+        space = workspace(plan.device, stream, plan.partials, plan.semaphores)
+    assert plan.kernel is not None
+    plan.kernel(*rows, lengths, cache.k_page_table, cache.v_page_table, sinks, k_scale, v_scale, *space, *plan.scalars)
+
+
+def _current_stream(device: int) -> int:
+    """The handle of torch's current stream."""
+    stream: int = torch._C._cuda_getCurrentRawStream(device)
+    return stream
