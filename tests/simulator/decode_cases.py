@@ -31,6 +31,7 @@ from layouts.simulator.report import Report
 from layouts.simulator.scheduler import SCHEDULES
 from layouts.simulator.simulate import simulate
 from tests.gpu.check import LSE_ABSOLUTE, LSE_RELATIVE, row_bounds
+from tests.simulator.prefill_cases import bank_conflicts
 
 ARCHS = ("sm_80", "sm_86", "sm_90a", "sm_120a")
 LOG2_E = math.log2(math.e)
@@ -358,7 +359,8 @@ def complaint(drawn: Drawn) -> str:
         return f"{type(error).__name__}: {error}"
     # Rows of O that do not fill whole warps may share a bank where two of them meet, at the end of a block.
     whole = drawn.case.problem.head_dim in (64, 128, 256)
-    excess = f"{report.excess_wavefronts} excess wavefronts" if whole and report.excess_wavefronts else ""
+    conflicts = bank_conflicts(report)
+    excess = f"{conflicts} excess wavefronts of loads and stores" if whole and conflicts else ""
     return "\n".join([*map(str, report.findings), *filter(None, [excess])])
 
 
