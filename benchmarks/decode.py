@@ -24,6 +24,7 @@ HEADS, HEADS_KV, HEAD_DIM = 32, 8, 128
 GRAPH_CALLS, GRAPH_REPLAYS = 32, 15
 RIVAL = "cuDNN"
 OURS = "bf16"
+DEVICE = "cuda"
 MAX_ERROR = 2e-2  # of the largest element of the result
 SCALE = 0.05  # of a quantised cache
 
@@ -133,7 +134,7 @@ def _compile(configs: dict[str, str]) -> None:
 
 def _read_bandwidth_gb_per_s() -> float:
     """What a sum over 4 GB reads."""
-    numbers = torch.zeros(2**30, dtype=torch.float32, device="cuda")
+    numbers = torch.zeros(2**30, dtype=torch.float32, device=DEVICE)
     milliseconds = device_medians_ms({"sum": numbers.sum}, 60.0)["sum"]
     return numbers.numel() * 4 / milliseconds / 1e6
 
@@ -205,10 +206,10 @@ class Inputs:
         batch, length, _ = row
 
         def normal(*shape: int) -> Tensor:
-            return torch.empty(shape, dtype=torch.bfloat16, device="cuda").normal_()
+            return torch.empty(shape, dtype=torch.bfloat16, device=DEVICE).normal_()
 
         k, v = (normal(batch, length, HEADS_KV, HEAD_DIM) for _ in range(2))
-        lengths = torch.full((batch,), length, dtype=torch.int32, device="cuda")
+        lengths = torch.full((batch,), length, dtype=torch.int32, device=DEVICE)
         return Inputs(row, normal(batch, 1, HEADS, HEAD_DIM), k, v, lengths)
 
     def quantised(self, x: Tensor, kind: Kind) -> Tensor:
@@ -226,7 +227,7 @@ class Inputs:
         if not kind.page_size:
             return ContiguousCache(k, v, scale)
         batch, length, _ = self.row
-        order = torch.randperm(batch * length // kind.page_size, device="cuda")
+        order = torch.randperm(batch * length // kind.page_size, device=DEVICE)
         pools = []
         for x in (k, v):
             pages = x.view(-1, kind.page_size, HEADS_KV, HEAD_DIM)

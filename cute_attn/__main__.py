@@ -12,8 +12,11 @@ from dataclasses import asdict
 
 from cute_attn import __version__
 from cute_attn.arch import ARCHS, Arch, arch_by_name
+from cute_attn.caches import PAGE_SIZE_MULTIPLE, check_cache_head_dim
 from cute_attn.compiler import cache, inventory, kernel_sets, workers
 from cute_attn.configs import default_config, parse_config
+from cute_attn.decode_configs import default_decode_config, parse_decode_config, seed_config
+from cute_attn.decode_problem import DecodeProblem
 from cute_attn.problem import KernelSpec, PrefillProblem
 
 ERROR_STATUS = 2
@@ -57,7 +60,8 @@ def _add_build(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="compile kernels into the cache; needs no GPU",
         description="Compile kernels into the cache, or find them there. No GPU is needed. The set is the core "
         "kernels (dense, head dims 64 and 128, both dtypes, causal and not), or with --all also head dims 32, 96, 192 "
-        "and 256, windows, packed sequences and the log-sum-exp: 144 kernels an architecture. The cache is good for "
+        "and 256, windows, packed sequences and the log-sum-exp, and decode's with paged and quantised caches: "
+        "216 kernels an architecture. The cache is good for "
         "processors with the instruction sets of this one.",
     )
     build.add_argument(
@@ -93,23 +97,33 @@ def _add_inspect(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="registers, spills, shared memory and instruction counts of a kernel; needs no GPU",
         description="Compile one kernel and show what its machine code uses and does. No GPU is needed.",
     )
-    _add_kernel_choice(inspect)
-    inspect.add_argument("--window", action="store_true", help="bounded on both sides")
-    inspect.add_argument("--varlen", action="store_true", help="packed sequences")
+    _add_kernel_choice(inspect, ["prefill", "decode"])
+    inspect.add_argument("--window", action="store_true", help="bounded on both sides; decode: on the left")
+    inspect.add_argument("--varlen", action="store_true", help="packed sequences (prefill)")
     inspect.add_argument("--lse", action="store_true", help="with the log-sum-exp")
+    decode = inspect.add_argument_group("decode alone")
+    decode.add_argument("--cache-dtype", choices=kernel_sets.QUANTISED_DTYPES, help="default: that of q")
+    decode.add_argument("--page-size", type=int, default=0, metavar="N", help="tokens of a page (default: no pages)")
+    decode.add_argument(
+        "--rows", type=_positive, metavar="N", help="heads that share a cache head x queries (default: 8)"
+    )
+    decode.add_argument("--softcap", action="store_true")
+    decode.add_argument("--sinks", action="store_true")
     inspect.add_argument("--json", action="store_true", help="print JSON")
     inspect.set_defaults(run=_inspect)
 
 
-def _add_kernel_choice(command: argparse.ArgumentParser) -> None:
+def _add_kernel_choice(command: argparse.ArgumentParser, kernels: Sequence[str] = ("prefill",)) -> None:
     """The options that say which kernel, but for what each command says in its own way."""
-    command.add_argument("kernel", choices=["prefill"])
+    command.add_argument("kernel", choices=kernels)
     command.add_argument("--head-dim", type=_positive, required=True, metavar="D", help="of q and k")
     command.add_argument("--head-dim-v", type=_positive, metavar="D", help="of v (default: that of q and k)")
     command.add_argument("--arch", metavar="ARCH", help="for instance sm_80 (default: this machine's first)")
     command.add_argument("--dtype", choices=kernel_sets.DTYPES, default=kernel_sets.DTYPES[0])
     command.add_argument("--causal", action="store_true")
-    command.add_argument("--config", metavar="NAME", help="a tiling by name (default: the tuned one)")
+    command.add_argument(
+        "--config", metavar="NAME", help="a tiling by name (default: the tuned one; decode: also seed)"
+    )
 
 
 def _add_simulate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -199,15 +213,18 @@ def _age(seconds: int) -> str:
 def _inspect(options: argparse.Namespace) -> int:
     from cute_attn.compiler.inspect import inspect_kernel, table
 
-    report = inspect_kernel(
-        _spec(
+    if options.kernel == "decode":
+        spec = _decode_spec(options)
+    else:
+        _refuse(options, "--cache-dtype", "--page-size", "--rows", "--softcap", "--sinks")
+        spec = _spec(
             options,
             bounded_left=options.window,
             bounded_right=options.window or options.causal,
             varlen=options.varlen,
             return_lse=options.lse,
         )
-    )
+    report = inspect_kernel(spec)
     if options.json:
         print(json.dumps({**asdict(report), "instructions": report.instructions}, indent=2))
     else:
@@ -246,6 +263,38 @@ def _spec(options: argparse.Namespace, **variant: bool) -> KernelSpec:
     config = parse_config(options.config, head_dim) if options.config else default_config(arch, head_dim, head_dim_v)
     config.check_fits(arch, head_dim, head_dim_v)
     return KernelSpec(problem, config, arch)
+
+
+def _decode_spec(options: argparse.Namespace) -> KernelSpec:
+    """The decode kernel that the options choose."""
+    _refuse(options, "--head-dim-v", "--causal", "--varlen")
+    check_cache_head_dim("--head-dim", options.head_dim)
+    if options.page_size % PAGE_SIZE_MULTIPLE or options.page_size < 0:
+        raise ValueError(f"--page-size must be a multiple of {PAGE_SIZE_MULTIPLE}, got {options.page_size}")
+    arch = _archs([options.arch] if options.arch else None)[0]
+    problem = DecodeProblem(
+        options.dtype,
+        options.cache_dtype or options.dtype,
+        options.head_dim,
+        options.page_size,
+        bounded_left=options.window,
+        softcap=options.softcap,
+        sinks=options.sinks,
+        return_lse=options.lse,
+    )
+    rows = options.rows or kernel_sets.DECODE_ROWS
+    if options.config == "seed":
+        return KernelSpec(problem, seed_config(arch, problem, rows), arch)
+    named = parse_decode_config(options.config) if options.config else default_decode_config(arch, problem, rows)
+    named.check_fits(arch, problem)
+    return KernelSpec(problem, named, arch)
+
+
+def _refuse(options: argparse.Namespace, *names: str) -> None:
+    """Raises ValueError if an option is given that this kernel does not have."""
+    for name in names:
+        if getattr(options, name.removeprefix("--").replace("-", "_")):
+            raise ValueError(f"{name} is no option of {options.kernel}")
 
 
 def _archs(names: Sequence[str] | None) -> list[Arch]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -29,23 +29,9 @@ Scale = float | Tensor
 
 
 class CacheKey:
-    """A kind of cache: everything about it that plans depend on, hashed once.
+    """Stands for a kind of cache, everything about it that plans depend on; caches of one kind share it."""
 
-    Attributes:
-        kind: shapes, strides, dtypes, devices and scales on the host.
-    """
-
-    __slots__ = ("_hash", "kind")
-
-    def __init__(self, kind: tuple[Any, ...]) -> None:
-        self.kind = kind
-        self._hash = hash(kind)
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, CacheKey) and self.kind == other.kind)
+    __slots__ = ()
 
 
 _known: dict[tuple[Any, ...], CacheKey] = {}  # kinds that passed the checks
@@ -69,6 +55,10 @@ class ContiguousCache:
         ValueError: a field is wrong; the message names it, what it was and what is allowed.
     """
 
+    page_size: ClassVar[int] = 0  # there are no pages
+    k_page_table: ClassVar[None] = None
+    v_page_table: ClassVar[None] = None
+
     k: Tensor
     v: Tensor
     scale: Scale | tuple[Scale, Scale] | None = None
@@ -91,21 +81,6 @@ class ContiguousCache:
     def capacity(self) -> int:
         """Tokens that a sequence may have."""
         return self.k.shape[1]
-
-    @property
-    def page_size(self) -> int:
-        """0: there are no pages."""
-        return 0
-
-    @property
-    def k_page_table(self) -> None:
-        """There are no pages."""
-        return None
-
-    @property
-    def v_page_table(self) -> None:
-        """There are no pages."""
-        return None
 
 
 @dataclass(frozen=True, eq=False)
@@ -214,7 +189,7 @@ def _set_key(cache: Cache, table_kind: tuple[Any, ...]) -> None:
         if cache.capacity > MAX_CAPACITY:  # here, as a compiled function would be made to guard it
             argument = "page_table" if isinstance(cache, PagedCache) else "k"
             raise argument_error(argument, "capacity", cache.capacity, f"at most {MAX_CAPACITY}")
-        key = CacheKey(kind)
+        key = CacheKey()
         if len(_known) >= MAX_KINDS:
             _known.clear()
         _known[kind] = key

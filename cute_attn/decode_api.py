@@ -156,7 +156,7 @@ def decode(
     check_flag("return_lse", return_lse)
     if check is not False:
         check_flag("check", check)
-    if not isinstance(lengths, Tensor) or lengths.device != q.device:
+    if not isinstance(lengths, Tensor) or (lengths.is_cpu and not q.is_cpu):
         lengths = _lengths_on_device(lengths, q, cache)
     if check:
         tokens = q.shape[1] if q.dim() == 4 else q.shape[0] // max(lengths.numel(), 1)
@@ -183,8 +183,6 @@ def _check_optional_tensors(**arguments: object) -> None:
 def _lengths_on_device(lengths: Lengths, q: Tensor, cache: Cache) -> Tensor:
     """Lengths that the host knows, checked and copied to q's device."""
     if isinstance(lengths, Tensor):
-        if lengths.device.type != "cpu":
-            raise argument_error("lengths", "device", lengths.device, f"{q.device}, that of q, or cpu")
         if lengths.dtype != torch.int32:
             raise argument_error("lengths", "dtype", lengths.dtype, "torch.int32")
         if not torch.compiler.is_compiling() and type(lengths) is Tensor:

@@ -22,6 +22,7 @@ from cute_attn.memory import ALIGNMENT, check_addresses, check_apart
 from cute_attn.workspace import workspace
 
 MAX_PLANS = 4096  # of about 2 KB each
+SINKS = DecodeOptions._fields.index("sinks")
 
 _plans: dict[tuple[Any, ...], DecodePlan] = {}
 
@@ -40,16 +41,16 @@ def decode(
         options: the fields of ``DecodeOptions``.
         out: where the result goes; None allocates it.
     """
-    k, v = cache.k, cache.v
-    window, scale, softcap, sinks, num_splits, split_size, config = options
-    if q.requires_grad or k.requires_grad or v.requires_grad or (sinks is not None and sinks.requires_grad):
-        check_no_gradient(q=q, k=k, v=v, **({} if sinks is None else {"sinks": sinks}))
+    k, v, sinks, chosen = cache.k, cache.v, options[SINKS], options
+    if q.requires_grad or k.requires_grad or v.requires_grad:
+        check_no_gradient(q=q, k=k, v=v)
+    if sinks is not None:
+        check_no_gradient(sinks=sinks)
+        chosen = (*options[:SINKS], _kind(sinks), *options[SINKS + 1 :])
     signature: tuple[Any, ...] = (
         q.shape, q.stride(), q.dtype, q.get_device(), cache.key, lengths.shape, lengths.is_contiguous(), lengths.dtype,
-        lengths.get_device(), window, scale, softcap, num_splits, split_size, config, return_lse,
+        lengths.get_device(), chosen, return_lse, None if out is None else _kind(out),
     )  # fmt: skip
-    if sinks is not None or out is not None:
-        signature += (_kind(sinks), _kind(out))
     plan = _plans.get(signature)
     if plan is None:
         plan = _add_plan(signature, DecodeCall(q, cache, lengths, DecodeOptions(*options), out, return_lse))
@@ -77,8 +78,8 @@ def decode(
     return out, lse
 
 
-def _kind(x: Tensor | None) -> tuple[Any, ...] | None:
-    return None if x is None else (x.shape, x.stride(), x.dtype, x.get_device())
+def _kind(x: Tensor) -> tuple[Any, ...]:
+    return x.shape, x.stride(), x.dtype, x.get_device()
 
 
 def _add_plan(signature: tuple[Any, ...], call: DecodeCall) -> DecodePlan:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from benchmarks import __main__ as command
-from benchmarks import config_sweep, measure, prefill, report, seed_tilings
+from benchmarks import config_sweep, decode, measure, prefill, report, seed_tilings
 from benchmarks.measure import Cell
 from benchmarks.peers import Contender, as_tensor, select
 from benchmarks.workload import Inputs, Workload, error
@@ -120,6 +120,27 @@ def test_prefill_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
     assert content["geometric_mean_ratio"]["FA2"] == pytest.approx(2.0)
     assert content["geometric_mean_ratio"]["FA4"] is None
     assert content["environment"]["torch"] == torch.__version__
+
+
+def test_decode_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """All of it but compiling and timing, on CPU tensors: what is timed is right in every kind of cache."""
+    monkeypatch.setattr(decode, "DEVICE", "cpu")
+    monkeypatch.setattr(decode, "ROWS", (decode.Row(2, 64, True), decode.Row(1, 128)))
+    monkeypatch.setattr(decode, "_compile", lambda configs: None)
+    monkeypatch.setattr(decode, "_read_bandwidth_gb_per_s", lambda: 4000.0)
+    monkeypatch.setattr(decode, "_config_name", lambda name: "streams_8x16_w4_s3_b2")
+    monkeypatch.setattr(decode, "device_medians_ms", lambda calls, budget_ms: dict.fromkeys(calls, 0.004))
+    monkeypatch.setattr(decode, "_graph_us", lambda call: 2.0)
+    _run(monkeypatch, "decode", "--configs", "seed", "--json", str(tmp_path / "decode.json"))
+    printed = capsys.readouterr().out
+    assert "a sum over 4 GB reads 4000 GB/s" in printed
+    assert "FA4: ModuleNotFoundError" in printed
+    content: dict[str, Any] = json.loads((tmp_path / "decode.json").read_text())
+    row = content["rows"][1]
+    assert {row["microseconds"][name] for name in (*decode.KINDS, "seed")} == {4.0}
+    assert row["gb_per_s"]["bf16"] == pytest.approx(128 * 8 * 128 * 2 * 2 / 4e3)
+    assert row["gb_per_s"]["fp8"] == pytest.approx(128 * 8 * 128 * 2 / 4e3)
+    assert max(row["relative_error"][name] for name in decode.KINDS) < decode.MAX_ERROR
 
 
 def test_prefill_picture(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

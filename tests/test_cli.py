@@ -43,29 +43,29 @@ def _error(capsys: Capture, *arguments: str) -> str:
 
 def test_build_compiles_the_core_kernels(fake_compiler: FakeCompiler, capsys: Capture) -> None:
     folder = fake_compiler.folder
-    assert _output(capsys, "build", "--arch", "sm_90") == f"8 compiled, 0 found, 0 failed, in {folder}\n"
+    assert _output(capsys, "build", "--arch", "sm_90") == f"12 compiled, 0 found, 0 failed, in {folder}\n"
     assert all(name.endswith("-sm_90a") for name in fake_compiler.compiled)
-    assert _output(capsys, "build", "--arch", "sm_90a") == f"0 compiled, 8 found, 0 failed, in {folder}\n"
-    assert len(fake_compiler.compiled) == 8
+    assert _output(capsys, "build", "--arch", "sm_90a") == f"0 compiled, 12 found, 0 failed, in {folder}\n"
+    assert len(fake_compiler.compiled) == 12
 
 
 def test_build_takes_several_architectures(fake_compiler: FakeCompiler, capsys: Capture) -> None:
     outcomes = json.loads(_output(capsys, "build", "--arch", "sm_80", "86", "sm_80", "--jobs", "1", "--json"))
-    assert len(outcomes) == 16
+    assert len(outcomes) == 24
     assert {outcome["spec"]["arch"]["gpu_arch"] for outcome in outcomes} == {"sm_80", "sm_86"}
     assert {outcome["status"] for outcome in outcomes} == {"compiled"}
     assert sorted(outcome["kernel"] for outcome in outcomes) == sorted(fake_compiler.compiled)
 
 
 def test_build_all(fake_compiler: FakeCompiler, capsys: Capture) -> None:
-    assert "144 compiled" in _output(capsys, "build", "--arch", "sm_86", "--all")
+    assert "216 compiled" in _output(capsys, "build", "--arch", "sm_86", "--all")
 
 
 def test_build_says_what_failed(fake_compiler: FakeCompiler, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(compiler.BROKEN, "bf16_d64_right")
     assert main(["build", "--arch", "sm_80"]) == 2
     output = capsys.readouterr()
-    assert "7 compiled, 0 found, 1 failed" in output.out
+    assert "11 compiled, 0 found, 1 failed" in output.out
     failure = output.err.splitlines()[-1]
     assert failure.startswith("cute_attn: kernel prefill_bf16_d64_right-")
     assert failure.endswith(" failed: ptxas is unhappy")
@@ -213,6 +213,29 @@ def test_inspect_takes_every_option(inspected: list[KernelSpec], capsys: Capture
 )
 def test_inspect_says_what_is_wrong(options: str, message: str, capsys: Capture) -> None:
     assert message in _error(capsys, "inspect", "prefill", *options.split())
+
+
+def test_inspect_of_decode(inspected: list[KernelSpec], capsys: Capture) -> None:
+    options = "--head-dim 128 --arch sm_90a --dtype bfloat16 --cache-dtype int8 --page-size 16"
+    _output(capsys, "inspect", "decode", *options.split(), "--window", "--softcap", "--sinks", "--lse", "--rows", "16")
+    assert inspected[0].problem.name == "decode_bf16_d128_int8_page16_window_softcap_sinks_lse"
+    assert inspected[0].config.tile_m == 16
+    _output(capsys, "inspect", "decode", "--head-dim", "128", "--arch", "sm_80", "--config", "seed")
+    assert inspected[1].config.name.startswith("roles_16_k128x2_v64x2_")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("decode --head-dim 24", "--head-dim"),
+        ("decode --head-dim 64 --page-size 12", "--page-size must be a multiple of 8, got 12"),
+        ("decode --head-dim 64 --causal", "--causal is no option of decode"),
+        ("decode --head-dim 256 --config streams_8x64_w8_s3_b1", "shared memory"),
+        ("prefill --head-dim 64 --sinks", "--sinks is no option of prefill"),
+    ],
+)
+def test_inspect_of_decode_says_what_is_wrong(options: str, message: str, capsys: Capture) -> None:
+    assert message in _error(capsys, "inspect", *options.split(), "--arch", "sm_80")
 
 
 def test_inspect_says_which_tool_is_missing(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:

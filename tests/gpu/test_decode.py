@@ -145,6 +145,19 @@ def test_check_mode() -> None:
     decode(q, PagedCache(pool, pool, table), torch.tensor([32, 16], dtype=torch.int32))
 
 
+@pytest.mark.kernels(DecodeCase(plain(128, "float16", page_size=16)))
+def test_lengths_and_page_tables_that_start_anywhere() -> None:
+    """Slices of a program's own lists: multiples of 4 bytes, rows of any length."""
+    q = torch.randn(2, 1, 4, 128, device="cuda", dtype=torch.float16)
+    pool = torch.randn(40, 16, 1, 128, device="cuda", dtype=torch.float16)
+    tables = torch.randperm(33, device="cuda").to(torch.int32).view(3, 11)
+    lengths = torch.tensor([1, 170, 33], device="cuda", dtype=torch.int32)
+    expected = decode(q, PagedCache(pool, pool, tables[1:].clone()), lengths[1:].clone(), num_splits=2)
+    out = decode(q, PagedCache(pool, pool, tables[1:]), lengths[1:], num_splits=2)
+    assert torch.equal(out, expected)
+    assert torch.equal(decode(q[1:], PagedCache(pool, pool, tables[2:]), lengths[2:], num_splits=2), expected[1:])
+
+
 @pytest.mark.kernels(DecodeCase(plain(128, "float16", return_lse=True)))
 def test_lengths_beyond_the_capacity_count_as_the_capacity() -> None:
     q, k = (torch.randn(3, n, 1, 128, device="cuda", dtype=torch.float16) for n in (1, 100))

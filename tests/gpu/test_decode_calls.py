@@ -20,7 +20,7 @@ CORE = DecodeCase(plain(128, "float16"))
 CORE_LSE = DecodeCase(plain(128, "float16", return_lse=True))
 PAGED_LSE = DecodeCase(plain(128, "float16", page_size=64, return_lse=True))
 SLEEP_CYCLES = 50_000_000  # some 30 milliseconds: anything that does not wait for it comes too early
-MAX_HOST_US = 15.0
+MAX_HOST_US = 20.0  # the handed case's bound; benchmarks/results/host.json holds the figure that counts
 
 
 def half(*shape: int, device: str = "cuda") -> torch.Tensor:
