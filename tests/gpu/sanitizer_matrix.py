@@ -1,7 +1,8 @@
-"""A few small launches for compute-sanitizer: ``python -m tests.gpu.sanitizer_matrix``."""
+"""A few small launches for compute-sanitizer: ``python -m tests.gpu.sanitizer_matrix [prefill | decode | roles]``."""
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 
 import torch
@@ -40,7 +41,7 @@ CASES = (
 )
 
 
-# The decode kernels: each kind of cache, one and several parts, and both arrangements.
+# The decode kernels: each kind of cache, one and several parts.
 DECODE_CASES = (
     DecodeCase(plain_decode(128, return_lse=True), (150, 0, 1), num_splits=1),
     DecodeCase(plain_decode(128, page_size=64), (150, 0, 300), num_splits=3, storage="heads first"),
@@ -49,15 +50,26 @@ DECODE_CASES = (
     ),
     DecodeCase(plain_decode(128, "float16", "int8", page_size=8, sinks=True), (150, 7), group=9, split_size=64),
     DecodeCase(plain_decode(64, "bfloat16", "float8_e4m3fn", softcap=True), (150, 300), group=20, num_splits=2),
+)
+
+# Decode in the arrangement of roles, with mbarriers between warps.
+ROLES_CASES = (
     DecodeCase(plain_decode(128, page_size=64), (150, 0, 300), num_splits=2, config=RolesConfig(16)),
     DecodeCase(plain_decode(128, "float16", "int8"), (300, 3), num_splits=2, config=RolesConfig(8, row_max="none")),
 )
 
 
 def main() -> None:
-    """Launch each case once. Inputs are made on the CPU, so that hardly any other kernel is checked along."""
-    for decode_case in DECODE_CASES:
-        _decode(decode_case)
+    """Launch each case of the matrices named once."""
+    names = sys.argv[1:] or list(MATRICES)
+    for name in names:
+        MATRICES[name]()
+    torch.cuda.synchronize()
+    print(f"launched {' '.join(names)}")
+
+
+def _prefill_matrix() -> None:
+    """Inputs are made on the CPU, so that hardly any other kernel is checked along."""
     generator = torch.Generator().manual_seed(0)
     for case in CASES:
         problem, shape = case.problem, case.shape
@@ -80,8 +92,16 @@ def main() -> None:
         out = result if isinstance(result, torch.Tensor) else result[0]
         if not out.cpu().isfinite().all():
             raise SystemExit(f"not finite: {case}")
-    torch.cuda.synchronize()
-    print(f"{len(CASES) + len(DECODE_CASES)} launches")
+
+
+def _decode_matrix() -> None:
+    for case in DECODE_CASES:
+        _decode(case)
+
+
+def _roles_matrix() -> None:
+    for case in ROLES_CASES:
+        _decode(case)
 
 
 def _decode(case: DecodeCase) -> None:
@@ -101,6 +121,9 @@ def _decode(case: DecodeCase) -> None:
     )  # fmt: skip
     if not run_decode(case, on_device).out.cpu().isfinite().all():
         raise SystemExit(f"not finite: {case}")
+
+
+MATRICES = {"prefill": _prefill_matrix, "decode": _decode_matrix, "roles": _roles_matrix}
 
 
 if __name__ == "__main__":
