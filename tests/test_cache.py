@@ -365,7 +365,7 @@ def test_importing_the_cache_leaves_the_dsl_alone(fake_compiler: FakeCompiler) -
         print([cache.contains(spec) for spec in core_kernels(arch_by_name("sm_80"))])
         print("cutlass" in sys.modules)
     """)
-    assert process.communicate()[0].split("\n")[:2] == [str([False] * 8), "False"]
+    assert process.communicate()[0].split("\n")[:2] == [str([False] * 12), "False"]
 
 
 def test_a_real_kernel_comes_back_from_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
