@@ -49,6 +49,30 @@ def _prefill_row(row: dict[str, Any], peers: list[str]) -> list[str]:
     ]
 
 
+def decode() -> str:
+    """Decode's microseconds beside the peers', ratios first."""
+    results = _results("decode.json")
+    if results is None:
+        return NOT_MEASURED
+    names = list(results["rows"][0]["microseconds"])
+    rows = [_decode_row(row, names) for row in results["rows"]]
+    heads, heads_kv = results["heads"]
+    read = _number(results["read_bandwidth_gb_per_s"], 0)
+    return (
+        f"{results['unit']}; {heads} query heads on {heads_kv} of the cache, head dim {results['head_dim']}; GB/s "
+        f"of the cache's bytes, where summing 4 GB reached {read}. {_where(results['environment'])}"
+        f"\n\n{_table(['batch', 'length', 'cuDNN over ours', *names], rows)}"
+    )
+
+
+def _decode_row(row: dict[str, Any], names: list[str]) -> list[str]:
+    length = f"{row['length']}{' in a CUDA graph' if row['graph'] else ''}"
+    times = (
+        f"{_number(row['microseconds'].get(name), 1)} ({_number(row['gb_per_s'].get(name), 0)} GB/s)" for name in names
+    )
+    return [str(row["batch"]), length, _number(row["ratio"], 2), *times]
+
+
 def host() -> str:
     """Host time of a call."""
     results = _results("host.json")
@@ -84,7 +108,7 @@ def seed_tilings() -> str:
 
 
 SECTIONS: dict[str, Callable[[], str]] = {
-    section.__name__: section for section in (prefill, host, gpu_tests, defaults, seed_tilings)
+    section.__name__: section for section in (prefill, decode, host, gpu_tests, defaults, seed_tilings)
 }
 
 
