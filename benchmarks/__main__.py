@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 from types import ModuleType
 
-from benchmarks import config_sweep, decode, host, picture, prefill, seed_tilings, start
+from benchmarks import config_sweep, decode, decode_sweep, host, picture, prefill, seed_tilings, start
 
 TABLES: dict[str, ModuleType] = {
     "prefill": prefill,
     "prefill-configs": config_sweep,
     "decode": decode,
+    "decode-sweep": decode_sweep,
     "seed-tilings": seed_tilings,
     "host": host,
     "start": start,

@@ -65,8 +65,8 @@ def decode(
         check_apart(out, q=q, k=k, v=v)
         increment_version(out)  # autograd must notice that out is overwritten
     else:
-        out = torch.empty_strided(*plan.out, dtype=q.dtype, device=plan.device)
-    lse = torch.empty_strided(*plan.lse, dtype=torch.float32, device=plan.device) if plan.lse is not None else None
+        out = plan.allocate(*plan.out, q.dtype)
+    lse = None if plan.lse is None else plan.allocate(*plan.lse, torch.float32)
 
     if plan.kernel is None:
         _fill_unseen(out, lse, sinks)

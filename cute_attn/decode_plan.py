@@ -22,7 +22,7 @@ from cute_attn.decode_configs import DecodeConfig, default_decode_config, parse_
 from cute_attn.decode_options import MAX_SPLITS, NO_SOFTCAP, NO_WINDOW, UNSET, DecodeOptions
 from cute_attn.decode_problem import DecodeProblem
 from cute_attn.errors import argument_error
-from cute_attn.memory import MAX_BLOCKS, check_addresses, check_own_memory, kernel_strides
+from cute_attn.memory import MAX_BLOCKS, Allocate, allocator, check_addresses, check_own_memory, kernel_strides
 from cute_attn.options import MAX_LENGTH
 from cute_attn.plan import (
     SMALLEST_FLOAT32,
@@ -50,6 +50,7 @@ class DecodePlan(NamedTuple):
     Attributes:
         kernel: takes the fields of ``DecodeArguments``; None where no query sees a token.
         device: of all tensors.
+        allocate: makes the results.
         out: shape and strides; an out that was not given is contiguous.
         lse: of the log-sum-exp, contiguous; None where it is not wanted.
         views: how the kernel looks at q, k, v and out, and at lse; each None where as they are.
@@ -66,6 +67,7 @@ class DecodePlan(NamedTuple):
 
     kernel: Kernel | None
     device: torch.device
+    allocate: Allocate
     out: View
     lse: View | None
     views: tuple[View | None, ...] | None
@@ -123,9 +125,11 @@ def make_decode_plan(call: DecodeCall) -> DecodePlan:
     lse = contiguous(tuple(q.shape[:-1])) if call.return_lse else None
     views = _views(call, sizes, out, lse)
     signed_q, scale_log2 = _positive_scale(options.scale, _host_scale(cache.k_scale), sizes.head_dim)
+    one_device = torch.cuda.device_count() <= 1
     plan = DecodePlan(
         kernel=None,
         device=q.device,
+        allocate=allocator(q.device, one_device),
         out=out,
         lse=lse,
         views=views,
@@ -144,7 +148,7 @@ def make_decode_plan(call: DecodeCall) -> DecodePlan:
             1,
             0,
         ),
-        one_device=torch.cuda.device_count() <= 1,
+        one_device=one_device,
     )
     return _with_kernel(plan, call, sizes) if sizes.sees_a_token() else plan
 

@@ -18,7 +18,7 @@ from cute_attn.checks import DTYPE_NAMES, check_inputs, check_out
 from cute_attn.compiler import cache
 from cute_attn.configs import default_config, parse_config
 from cute_attn.errors import argument_error
-from cute_attn.memory import check_addresses, check_limits, check_own_memory, kernel_strides
+from cute_attn.memory import Allocate, allocator, check_addresses, check_limits, check_own_memory, kernel_strides
 from cute_attn.problem import KernelSpec, PrefillProblem
 
 Kernel = Callable[..., Any]
@@ -40,6 +40,7 @@ class Plan(NamedTuple):
     Attributes:
         kernel: takes the fields of ``PrefillArguments``; None where no query sees a key.
         device: of all tensors.
+        allocate: makes the results.
         out: shape and strides; an out that was not given is contiguous.
         lse: of the log-sum-exp, contiguous; None where it is not wanted.
         views: strides for q, k, v and out that a kernel allows; None where it allows their own.
@@ -50,6 +51,7 @@ class Plan(NamedTuple):
 
     kernel: Kernel | None
     device: torch.device
+    allocate: Allocate
     out: View
     lse: View | None
     views: tuple[View, ...] | None
@@ -83,9 +85,11 @@ def make_plan(call: Call) -> Plan:
     out = _out_view(call, sizes)
     views = _views(call, out)
     signed_q, scale_log2 = positive_scale(options.scale, sizes.head_dim)
+    one_device = torch.cuda.device_count() <= 1
     return Plan(
         kernel=_kernel(call, sizes) if sizes.sees_a_key() else None,
         device=q.device,
+        allocate=allocator(q.device, one_device),
         out=out,
         lse=contiguous(sizes.lse_shape(options)) if call.return_lse else None,
         views=views,
@@ -97,7 +101,7 @@ def make_plan(call: Call) -> Plan:
             min(options.window_right, max(sizes.q_len - 1, 0)),
             int(options.layout == "bhsd"),
         ),
-        one_device=torch.cuda.device_count() <= 1,
+        one_device=one_device,
     )
 
 
@@ -114,7 +118,7 @@ def contiguous(shape: Shape) -> View:
     strides = [1]
     for size in reversed(shape[1:]):
         strides.append(strides[-1] * max(size, 1))
-    return View(shape, tuple(reversed(strides)))
+    return View(tuple(shape), tuple(reversed(strides)))
 
 
 def _views(call: Call, out: View) -> tuple[View, ...] | None:

@@ -22,6 +22,7 @@ from cute_attn.kernels.decode_roles import attend_by_roles
 from cute_attn.kernels.decode_streams import attend_by_streams
 from cute_attn.kernels.parts.cache_tiles import TileLayout
 from cute_attn.kernels.parts.decode_products import Products
+from cute_attn.kernels.parts.decode_softmax import Scales
 from cute_attn.kernels.parts.decode_work import DecodeGrid, decode_place, decode_work
 from cute_attn.kernels.parts.instructions import load_number
 
@@ -85,12 +86,7 @@ class DecodeKernel:
         flag = cute.make_tensor(cute.recast_ptr(kept, dtype=Int32), cute.make_layout(1))
         place = decode_place(grid, arguments.q.shape[1], config.tile_m)
         length = load_number(arguments.lengths, place.batch, Int32)
-        scales = (arguments.scale_log2, arguments.v_factor)
-        if const_expr(problem.quantised):
-            scales = (
-                scales[0] * load_number(arguments.k_scale, Int32(0), Float32),
-                scales[1] * load_number(arguments.v_scale, Int32(0), Float32),
-            )
+        scales = Scales.load(problem, arguments)
         if const_expr(isinstance(config, RolesConfig)):
             work = decode_work(arguments, problem, config, place, length)
             if work.has_part:

@@ -17,20 +17,19 @@ from cute_attn.kernels.parts.decode_gemm0 import Exchange, KeyParts, WarpPlace, 
 from cute_attn.kernels.parts.decode_gemm1 import ValueTiles, run_gemm1
 from cute_attn.kernels.parts.decode_output import DecodeOutput
 from cute_attn.kernels.parts.decode_products import Products, load_queries
-from cute_attn.kernels.parts.decode_softmax import ScoreMaker, ScoreScale, TokenBounds
+from cute_attn.kernels.parts.decode_softmax import Scales, ScoreMaker, ScoreScale, TokenBounds
 from cute_attn.kernels.parts.decode_work import DecodeWork
-from cute_attn.kernels.parts.roles import Barriers, edges
+from cute_attn.kernels.parts.roles import ALL_ROLES, Barriers, edges
 
 FLAG_BYTES = 16  # at the begin of the barriers' memory
 
 
 @cute.jit
-def attend_by_roles(kernel: tuple, arguments: DecodeArguments, scales: tuple, work: DecodeWork, memory: tuple) -> None:
+def attend_by_roles(kernel: tuple, arguments: DecodeArguments, scales: Scales, work: DecodeWork, memory: tuple) -> None:
     """One block.
 
     Args:
         kernel: (products with any layout, config).
-        scales: (of scores, in log2; of values).
         memory: (of tiles, of what is kept to the end, the flag in the latter).
     """
     (products, config), (tiles, kept, flag) = kernel, memory
@@ -45,18 +44,18 @@ def attend_by_roles(kernel: tuple, arguments: DecodeArguments, scales: tuple, wo
     block = work.place
     rows_k = CacheRows.of(problem, arguments.k, arguments.k_page_table, block.batch, block.head_kv)
     rows_v = CacheRows.of(problem, arguments.v, arguments.v_page_table, block.batch, block.head_kv)
-    target = DecodeOutput.of((problem, config), arguments, scales[1], work, (tiles, flag))
+    target = DecodeOutput.of((problem, config), arguments, scales, work, (tiles, flag))
     ring = Int32(tiles.toint())
     if warp < GEMM0_WARPS:
         whole = replace(products, layout=TileLayout.of(problem, TOKENS_PER_GEMM0_WARP))
         keys = KeyParts.of(config, products, rows_k, ring + warp * config.k_bytes(problem), lane)
         queries = load_queries(whole, arguments.q, block, lane)
         queries.complete(whole, lane)
-        scale = ScoreScale(scales[0], arguments.softcap if problem.softcap else None, queries.factors)
+        scale = ScoreScale(scales, arguments.softcap if problem.softcap else None, queries.factors)
         maker = ScoreMaker(queries, scale, TokenBounds.of(work, problem, arguments))
         place = WarpPlace(work, warp * TOKENS_PER_GEMM0_WARP, steps, warp, lane, Int32(0), 1)
         run_gemm0(config, keys, maker, exchange, place)
-        cute.arch.sync_threads()  # all tiles have been read: results take their place
+        _wait_for_all_roles(config)
     else:
         in_group = config.warps_per_group(problem)
         number = warp - GEMM0_WARPS
@@ -64,7 +63,7 @@ def attend_by_roles(kernel: tuple, arguments: DecodeArguments, scales: tuple, wo
         values = _values(config, products, rows_v, ring + GEMM0_WARPS * config.k_bytes(problem), place)
         output = values.products.make_output()
         stats = run_gemm1(config, values, exchange, place, output)
-        cute.arch.sync_threads()
+        _wait_for_all_roles(config)
         first_dim = place.warp * (problem.head_dim // in_group)
         target.put(values.products, output, place.group, first_dim, lane)
         if place.warp == 0:
@@ -74,6 +73,14 @@ def attend_by_roles(kernel: tuple, arguments: DecodeArguments, scales: tuple, wo
 
 def exchange_bytes(config: RolesConfig) -> int:
     return config.p_bytes + 4 * GEMM0_WARPS * config.tile_m * 4
+
+
+def _wait_for_all_roles(config: RolesConfig) -> None:
+    """All tiles have been read, and results may take their place.
+
+    A barrier with a name, as roles wait in branches of their own, where the block's barrier must not stand.
+    """
+    cute.arch.barrier(barrier_id=ALL_ROLES, number_of_threads=config.num_threads)
 
 
 @cute.jit

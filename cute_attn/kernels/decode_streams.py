@@ -16,20 +16,19 @@ from cute_attn.decode_problem import DecodeArguments
 from cute_attn.kernels.parts.cache_tiles import CacheRows, TileCopier
 from cute_attn.kernels.parts.decode_output import DecodeOutput, RowStats
 from cute_attn.kernels.parts.decode_products import Products, load_queries
-from cute_attn.kernels.parts.decode_softmax import ColumnSoftmax, ScoreMaker, ScoreScale, TokenBounds
+from cute_attn.kernels.parts.decode_softmax import ColumnSoftmax, Scales, ScoreMaker, ScoreScale, TokenBounds
 from cute_attn.kernels.parts.decode_work import DecodePlace, decode_work, first_token_of, stride_of
 from cute_attn.kernels.parts.warp_stream import FirstPages, WarpStream
 
 
 @cute.jit
 def attend_by_streams(
-    kernel: tuple, arguments: DecodeArguments, scales: tuple, place: DecodePlace, memory: tuple, length: Int32
+    kernel: tuple, arguments: DecodeArguments, scales: Scales, place: DecodePlace, memory: tuple, length: Int32
 ) -> None:
     """One block. What does not depend on the length is under way before that is known.
 
     Args:
         kernel: (products of a warp's tiles, config).
-        scales: (of scores, in log2; of values).
         memory: (of tiles, a flag).
         length: of the sequence, as it stands in memory.
     """
@@ -45,7 +44,7 @@ def attend_by_streams(
     if const_expr(not problem.bounded_left):
         pages.fetch(first_token_of(arguments, config, place, Int32(0)) + offset, stride_of(arguments, config))
     queries = load_queries(products, arguments.q, place, lane)
-    scale = ScoreScale(scales[0], arguments.softcap if problem.softcap else None, queries.factors)
+    scale = ScoreScale(scales, arguments.softcap if problem.softcap else None, queries.factors)
 
     work = decode_work(arguments, problem, config, place, length)
     if work.has_part:
@@ -55,7 +54,7 @@ def attend_by_streams(
         stream = WarpStream(config, pages, ring, work, offset)
         maker = ScoreMaker(queries, scale, TokenBounds.of(work, problem, arguments))
         softmax, output = run_stream(stream, products, maker, lane)
-        target = DecodeOutput.of((problem, config), arguments, scales[1], work, memory)
+        target = DecodeOutput.of((problem, config), arguments, scales, work, memory)
         cute.arch.sync_threads()  # all warps are done with their rings
         target.put(products, output, warp, Int32(0), lane)
         target.put_stats(RowStats(softmax.row_max, softmax.row_sum, softmax.exact_sum), warp, lane)

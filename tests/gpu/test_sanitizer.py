@@ -14,13 +14,12 @@ import pytest
 from tests.gpu.sanitizer_matrix import CASES, DECODE_CASES, ROLES_CASES
 
 # racecheck takes an mbarrier to order the accesses of the lanes that arrive at it. In the arrangement of roles one lane
-# arrives for its warp, and it reports the handing over of P; synccheck ends a launch of that matrix with a failure. The
-# simulator, which knows what a warp's barrier and one lane's arrival order together, finds nothing
-# (tests/simulator/test_decode.py).
+# arrives for its warp, and it reports the handing over of P. The simulator, which knows what a warp's barrier and one
+# lane's arrival order together, finds nothing (tests/simulator/test_decode.py).
 TOOLS = {
     "memcheck": ("prefill", "decode", "roles"),
     "racecheck": ("prefill", "decode"),
-    "synccheck": ("prefill", "decode"),
+    "synccheck": ("prefill", "decode", "roles"),
 }
 OPTIONS = ("--error-exitcode", "9", "--report-api-errors", "no")
 ROOT = Path(__file__).parents[2]

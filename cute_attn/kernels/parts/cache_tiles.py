@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import cutlass.cute as cute
-from cutlass import Int32, Int64, const_expr, range_constexpr
+from cutlass import Int32, Int64, Uint32, const_expr, range_constexpr
 
 from cute_attn.decode_configs import WARP
 from cute_attn.decode_problem import DecodeProblem
@@ -130,8 +130,12 @@ class TileCopier:
         return self.layout.tokens // self.span if self.rows.page_size else 1
 
     def make_pages(self) -> cute.Tensor:
-        """Registers for the page indices of a tile."""
-        pages = cute.make_rmem_tensor(self.page_count, Int32)
+        """Registers for the page indices of a tile.
+
+        They are unsigned, as the compiler would extend a sign as soon as it is loaded: before the queries' loads, which
+        would then start a latency of the memory later.
+        """
+        pages = cute.make_rmem_tensor(self.page_count, Uint32)
         pages.fill(0)
         return pages
 
@@ -144,7 +148,7 @@ class TileCopier:
             for i in range_constexpr(self.page_count):
                 token = first_token + i * self.span + self.lane_row
                 last = table.shape[0] - 1
-                pages[i] = table[min(token // self.rows.page_size, last)]
+                pages[i] = Uint32(table[min(token // self.rows.page_size, last)])
 
     @cute.jit
     def copy(self, first_token: Int32, pages: cute.Tensor, target: Int32, begin: Int32, end: Int32) -> None:
@@ -185,7 +189,7 @@ class TileCopier:
             places.append((row, shared, source))
         return places
 
-    def _address(self, token: Int32, page: Int32) -> Int64:
+    def _address(self, token: Int32, page: Uint32) -> Int64:
         """Of the lane's chunk of the row that begins at a token, in a page."""
         token = token + self.lane_row
         base = self.rows.base + self.lane_chunk * CHUNK_BYTES

@@ -21,7 +21,7 @@ from cutlass import Float32, Int32, Int64, const_expr, range_constexpr
 from cute_attn.decode_configs import MMA_ROWS, PARTIAL_STATS, DecodeConfig
 from cute_attn.decode_problem import DecodeArguments, DecodeProblem
 from cute_attn.kernels.parts.decode_products import Products
-from cute_attn.kernels.parts.decode_softmax import LOG2_E
+from cute_attn.kernels.parts.decode_softmax import LOG2_E, Scales
 from cute_attn.kernels.parts.decode_work import DecodeWork
 from cute_attn.kernels.parts.instructions import (
     count_up_and_wrap,
@@ -103,7 +103,7 @@ class DecodeOutput:
     Attributes:
         problem, config: of the kernel.
         arguments: of the launch.
-        factor: by which V's elements count.
+        scales: of V's elements.
         work: of the block.
         o: shared memory (results, tile_m, head_dim) for O.
         stats: shared memory (results, tile_m, 4) for what is known of each row.
@@ -113,7 +113,7 @@ class DecodeOutput:
     problem: DecodeProblem
     config: DecodeConfig
     arguments: DecodeArguments
-    factor: Float32
+    scales: Scales
     work: DecodeWork
     o: cute.Tensor
     stats: cute.Tensor
@@ -123,7 +123,7 @@ class DecodeOutput:
     def of(
         kernel: tuple[DecodeProblem, DecodeConfig],
         arguments: DecodeArguments,
-        factor: Float32,
+        scales: Scales,
         work: DecodeWork,
         memory: tuple[cute.Pointer, cute.Tensor],
     ) -> DecodeOutput:
@@ -135,7 +135,7 @@ class DecodeOutput:
         o = cute.make_tensor(floats, cute.make_layout((results, rows, dims), stride=(rows * row, row, 1)))
         stats_layout = cute.make_layout((results, rows, PARTIAL_STATS), stride=(rows * PARTIAL_STATS, PARTIAL_STATS, 1))
         stats = cute.make_tensor(floats + results * rows * row, stats_layout)
-        return DecodeOutput(problem, config, arguments, factor, work, o, stats, flag)
+        return DecodeOutput(problem, config, arguments, scales, work, o, stats, flag)
 
     @cute.jit
     def put(self, products: Products, output: cute.Tensor, number: Int32, first_dim: Int32, lane: Int32) -> None:
@@ -235,7 +235,7 @@ class DecodeOutput:
             sink = arguments.sinks[head] * LOG2_E
             part.add([(sink, Float32(1.0), Float32(1.0), [Float32(0.0)] * QUAD)])
         row_sum = part.row_sum[0]
-        factor = Float32(0.0) if row_sum == 0.0 else self.factor * cute.arch.rcp_approx(row_sum)
+        factor = Float32(0.0) if row_sum == 0.0 else self.scales.of_values * cute.arch.rcp_approx(row_sum)
         o = [part.o[i] * factor for i in range(QUAD)]
         out = arguments.out
         target = out.iterator.toint() + 2 * (

@@ -19,7 +19,7 @@ from cutlass import Float32, Int32, Uint32, const_expr, range_constexpr
 from cute_attn.decode_problem import DecodeArguments, DecodeProblem
 from cute_attn.kernels.parts.decode_products import Products, Queries
 from cute_attn.kernels.parts.decode_work import DecodeWork
-from cute_attn.kernels.parts.instructions import pack, sum_columns, transpose_8x8
+from cute_attn.kernels.parts.instructions import load_number, pack, sum_columns, transpose_8x8
 from cute_attn.kernels.parts.rare import once_if
 from cute_attn.kernels.parts.softmax import SLACK, exp2, finite_or_zero, largest
 
@@ -28,23 +28,56 @@ TOKENS_APART = (4, 8, 16)  # distances of the lanes that hold other tokens of th
 
 
 @dataclass(frozen=True)
+class Scales:
+    """What scores and values are multiplied by: numbers of the host and, of a quantised cache, others on the device.
+
+    Those on the device are loaded first and multiplied where they are used: a product that stood with its loads would
+    keep the queries and the cache waiting for them.
+
+    Attributes:
+        scale_log2: softmax scale x the host's scale of the keys x log2(e).
+        v_factor: the host's scale of the values.
+        k_scale, v_scale: of the device, or None.
+    """
+
+    scale_log2: Float32
+    v_factor: Float32
+    k_scale: Float32 | None
+    v_scale: Float32 | None
+
+    @staticmethod
+    def load(problem: DecodeProblem, arguments: DecodeArguments) -> Scales:
+        on_device = (arguments.k_scale, arguments.v_scale) if problem.quantised else ()
+        loaded = [load_number(scale, Int32(0), Float32) for scale in on_device]
+        return Scales(arguments.scale_log2, arguments.v_factor, *(loaded or (None, None)))
+
+    @property
+    def of_scores(self) -> Float32:
+        return self.scale_log2 if self.k_scale is None else self.scale_log2 * self.k_scale
+
+    @property
+    def of_values(self) -> Float32:
+        return self.v_factor if self.v_scale is None else self.v_factor * self.v_scale
+
+
+@dataclass(frozen=True)
 class ScoreScale:
     """From accumulators of S^T to scores in units of log2.
 
     Attributes:
-        scale_log2: softmax scale x scale of the keys x log2(e).
+        scales: of the launch.
         softcap: in natural units; None without.
         factors: (2 blocks_m,) by column, or None.
     """
 
-    scale_log2: Float32
+    scales: Scales
     softcap: Float32 | None
     factors: cute.Tensor | None
 
     def apply(self, products: Products, scores: cute.Tensor) -> None:
         for block_m in range(products.blocks_m):
             for i in range(2):
-                scale = self.scale_log2
+                scale = self.scales.of_scores
                 if self.factors is not None:
                     scale = scale * self.factors[2 * block_m + i]
                 for block_n in range(products.blocks_n):

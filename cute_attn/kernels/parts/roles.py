@@ -23,6 +23,7 @@ from cute_attn.decode_configs import GEMM0_WARPS, TOKENS_PER_GEMM0_WARP, WARP, R
 from cute_attn.decode_problem import DecodeProblem
 
 MBARRIER_BYTES = 8
+ALL_ROLES = 1  # the named barrier of all warps, once the rings are done with
 
 
 @dataclass(frozen=True)
