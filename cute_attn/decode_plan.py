@@ -159,7 +159,7 @@ def _with_kernel(plan: DecodePlan, call: DecodeCall, sizes: DecodeSizes) -> Deco
     config = decode_config(problem, call.options.config, sizes.kv_rows, device_arch(index))
     kernel = _load(DecodeKey(problem, config, index))
     device = _devices[index]
-    splits, split_size = _splits(call.options, sizes, config, device.multiprocessors)
+    splits, split_size = _splits(call.options, sizes, problem, config, device.multiprocessors)
     blocks = _blocks(sizes, config)
     return plan._replace(
         kernel=kernel,
@@ -177,7 +177,9 @@ def _blocks(sizes: DecodeSizes, config: DecodeConfig) -> int:
     return -(-sizes.kv_rows // config.tile_m) * sizes.heads_kv * sizes.batch
 
 
-def _splits(options: DecodeOptions, sizes: DecodeSizes, config: DecodeConfig, multiprocessors: int) -> tuple[int, int]:
+def _splits(
+    options: DecodeOptions, sizes: DecodeSizes, problem: DecodeProblem, config: DecodeConfig, multiprocessors: int
+) -> tuple[int, int]:
     """(blocks that share a sequence, tokens of each; 0 tokens where they share the length evenly)."""
     tiles = -(-sizes.capacity // config.tile_tokens)
     seen = sizes.capacity
@@ -195,7 +197,9 @@ def _splits(options: DecodeOptions, sizes: DecodeSizes, config: DecodeConfig, mu
         return min(options.num_splits, tiles), 0  # further ones would stay empty at any length
     tiles = min(tiles, -(-seen // config.tile_tokens) + 1)
     slots = multiprocessors * config.blocks_per_multiprocessor
-    return choose_num_splits(Work(_blocks(sizes, config), tiles, config.tile_tokens, multiprocessors, slots)), 0
+    partial_tokens = 4 * config.partial_elements(problem.head_dim) / (2 * problem.row_bytes)
+    work = Work(_blocks(sizes, config), tiles, config.tile_tokens, multiprocessors, slots, partial_tokens)
+    return choose_num_splits(work), 0
 
 
 def decode_problem(call: DecodeCall) -> DecodeProblem:

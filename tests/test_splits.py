@@ -6,12 +6,13 @@ import pytest
 
 from cute_attn.splits import MAX_AUTO_SPLITS, Work, choose_num_splits
 
-TILE, MULTIPROCESSORS, SLOTS = 64, 132, 264  # an H200's, with two blocks a multiprocessor
+TILE, MULTIPROCESSORS, SLOTS = 64, 132, 396  # an H200's, with three blocks a multiprocessor
+PARTIAL_TOKENS = 8 * 132 * 4 / 512  # of 8 rows, bf16, head dim 128
 HEADS_KV = 8
 
 
 def splits_of(blocks: int, tiles: int) -> int:
-    return choose_num_splits(Work(blocks, tiles, TILE, MULTIPROCESSORS, SLOTS))
+    return choose_num_splits(Work(blocks, tiles, TILE, MULTIPROCESSORS, SLOTS, PARTIAL_TOKENS))
 
 
 @pytest.mark.parametrize("blocks", [1, 3, 8, 64, 131, 264, 265, 1000, 100_000])
@@ -30,15 +31,23 @@ def test_nothing_to_split() -> None:
 MEASURED = {
     (1, 512): (8, 8),
     (1, 1024): (8, 16),
-    (1, 2048): (8, 24),
-    (1, 8192): (16, 24),
+    (1, 2048): (8, 16),
+    (1, 8192): (16, 16),
     (1, 131_072): (16, 32),
     (8, 1024): (1, 4),
     (8, 8192): (1, 6),
     (32, 2048): (1, 1),
     (32, 8192): (1, 1),
+    (50, 2048): (1, 4),
+    (50, 8192): (3, 5),
+    (64, 512): (1, 1),
+    (64, 8192): (3, 4),
+    (100, 1024): (1, 1),
+    (100, 2048): (1, 1),
+    (100, 8192): (2, 2),
     (128, 1024): (1, 1),
-    (128, 8192): (1, 2),
+    (128, 2048): (1, 1),
+    (128, 8192): (2, 2),
 }
 
 

@@ -19,7 +19,7 @@ from cute_attn.kernels.parts.decode_output import DecodeOutput
 from cute_attn.kernels.parts.decode_products import Products, load_queries
 from cute_attn.kernels.parts.decode_softmax import Scales, ScoreMaker, ScoreScale, TokenBounds
 from cute_attn.kernels.parts.decode_work import DecodeWork
-from cute_attn.kernels.parts.roles import ALL_ROLES, Barriers, edges
+from cute_attn.kernels.parts.roles import RINGS_READ, Barriers, edges
 
 FLAG_BYTES = 16  # at the begin of the barriers' memory
 
@@ -55,7 +55,7 @@ def attend_by_roles(kernel: tuple, arguments: DecodeArguments, scales: Scales, w
         maker = ScoreMaker(queries, scale, TokenBounds.of(work, problem, arguments))
         place = WarpPlace(work, warp * TOKENS_PER_GEMM0_WARP, steps, warp, lane, Int32(0), 1)
         run_gemm0(config, keys, maker, exchange, place)
-        _wait_for_all_roles(config)
+        cute.arch.barrier_arrive(barrier_id=RINGS_READ, number_of_threads=config.num_threads)
     else:
         in_group = config.warps_per_group(problem)
         number = warp - GEMM0_WARPS
@@ -63,7 +63,7 @@ def attend_by_roles(kernel: tuple, arguments: DecodeArguments, scales: Scales, w
         values = _values(config, products, rows_v, ring + GEMM0_WARPS * config.k_bytes(problem), place)
         output = values.products.make_output()
         stats = run_gemm1(config, values, exchange, place, output)
-        _wait_for_all_roles(config)
+        cute.arch.barrier(barrier_id=RINGS_READ, number_of_threads=config.num_threads)  # results take their place
         first_dim = place.warp * (problem.head_dim // in_group)
         target.put(values.products, output, place.group, first_dim, lane)
         if place.warp == 0:
@@ -73,14 +73,6 @@ def attend_by_roles(kernel: tuple, arguments: DecodeArguments, scales: Scales, w
 
 def exchange_bytes(config: RolesConfig) -> int:
     return config.p_bytes + 4 * GEMM0_WARPS * config.tile_m * 4
-
-
-def _wait_for_all_roles(config: RolesConfig) -> None:
-    """All tiles have been read, and results may take their place.
-
-    A barrier with a name, as roles wait in branches of their own, where the block's barrier must not stand.
-    """
-    cute.arch.barrier(barrier_id=ALL_ROLES, number_of_threads=config.num_threads)
 
 
 @cute.jit

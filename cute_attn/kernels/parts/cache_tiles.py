@@ -20,7 +20,7 @@ from cutlass import Int32, Int64, Uint32, const_expr, range_constexpr
 
 from cute_attn.decode_configs import WARP
 from cute_attn.decode_problem import DecodeProblem
-from cute_attn.kernels.parts.instructions import copy_16_bytes, copy_16_whole_bytes
+from cute_attn.kernels.parts.instructions import copy_16_bytes, copy_16_whole_bytes, quotient
 
 CHUNK_BYTES = 16
 BANK_GROUPS = 8  # of 16 bytes: what all 32 banks deliver at once
@@ -148,7 +148,7 @@ class TileCopier:
             for i in range_constexpr(self.page_count):
                 token = first_token + i * self.span + self.lane_row
                 last = table.shape[0] - 1
-                pages[i] = Uint32(table[min(token // self.rows.page_size, last)])
+                pages[i] = Uint32(table[min(quotient(token, self.rows.page_size), last)])
 
     @cute.jit
     def copy(self, first_token: Int32, pages: cute.Tensor, target: Int32, begin: Int32, end: Int32) -> None:
@@ -195,5 +195,5 @@ class TileCopier:
         base = self.rows.base + self.lane_chunk * CHUNK_BYTES
         if self.rows.page_size:
             base = base + Int64(page) * self.rows.page_stride
-            token = token % self.rows.page_size
+            token = token - quotient(token, self.rows.page_size) * self.rows.page_size
         return base + Int64(token) * self.rows.token_stride

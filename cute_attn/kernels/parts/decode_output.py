@@ -27,6 +27,7 @@ from cute_attn.kernels.parts.instructions import (
     count_up_and_wrap,
     load_floats_of_other_blocks,
     pack,
+    quotient,
     store_floats,
     store_words,
 )
@@ -164,11 +165,13 @@ class DecodeOutput:
     def store(self, thread: Int32) -> None:
         """The block's result to out, or to the other blocks; the last of these stores the sequence's."""
         cute.arch.sync_threads()
-        parts, flag, place = self.work.parts, self.flag, self.work.place
+        flag, place = self.flag, self.work.place
+        parts = self.work.parts(self.arguments, self.config)
         quads = self.problem.head_dim // QUAD
         rows = min(place.rows - place.first_row, self.config.tile_m)
         for item in cutlass.range(thread, rows * quads, self.config.num_threads, unroll=1):
-            row, quad = item // quads, item % quads
+            row = quotient(item, quads)
+            quad = item - row * quads
             part = RowPart.empty()
             part.add([self._of_result(i, row, quad) for i in range(self.config.results(self.problem))])
             if parts == 1:
@@ -184,7 +187,9 @@ class DecodeOutput:
             cute.arch.sync_threads()
             if flag[0] == parts - 1:
                 for item in cutlass.range(thread, rows * quads, self.config.num_threads, unroll=1):
-                    self._finish(self._of_all_parts(parts, item // quads, item % quads), item // quads, item % quads)
+                    row = quotient(item, quads)
+                    quad = item - row * quads
+                    self._finish(self._of_all_parts(parts, row, quad), row, quad)
 
     def _of_result(self, number: int, row: Int32, quad: Int32) -> tuple:
         o = [self.o[number, row, QUAD * quad + i] for i in range(QUAD)]

@@ -25,6 +25,7 @@ from cutlass import Boolean, Int32, const_expr
 
 from cute_attn.decode_configs import DecodeConfig
 from cute_attn.decode_problem import DecodeArguments, DecodeProblem
+from cute_attn.kernels.parts.instructions import quotient
 
 
 class DecodeGrid(NamedTuple):
@@ -66,7 +67,7 @@ class DecodePlace:
         """The query token of a row of the head of the cache."""
         token = Int32(0)
         if self.q_len > 1:
-            token = row // self.group
+            token = quotient(row, self.group)
         return token
 
     def head_of(self, row: Int32) -> Int32:
@@ -81,7 +82,7 @@ def decode_place(grid: DecodeGrid, q_len: Int32, tile_m: int) -> DecodePlace:
     first_row = Int32(0)
     if grid.row_tiles > 1:
         column = head_kv
-        head_kv = column // grid.row_tiles
+        head_kv = quotient(column, grid.row_tiles)
         first_row = (column - head_kv * grid.row_tiles) * tile_m
     return DecodePlace(batch, head_kv, first_row, grid.group * q_len, grid.group, q_len, split)
 
@@ -96,7 +97,7 @@ class DecodeWork:
         first_token: of the block's first step.
         stride: tokens from one of its steps to the next.
         begin, end: what the block reads of its steps: tokens outside are hidden from all rows, or not its own.
-        parts: how many blocks share the sequence.
+        start: the first token that a row sees.
     """
 
     place: DecodePlace
@@ -105,12 +106,24 @@ class DecodeWork:
     stride: Int32
     begin: Int32
     end: Int32
-    parts: Int32
+    start: Int32
 
     @property
     def has_part(self) -> Boolean:
         """Whether this block has tokens, or the sequence has none and this is its first block."""
-        return self.place.split < self.parts
+        return (self.place.split == 0) | (self.first_token < self.length)
+
+    @cute.jit
+    def parts(self, arguments: DecodeArguments, config: DecodeConfig) -> Int32:
+        """How many blocks share the sequence. Only their results depend on it, so that no load waits for divisions."""
+        parts = Int32(0)
+        if arguments.split_size > 0:
+            last = quotient(self.length + (arguments.split_size - 1), arguments.split_size)
+            parts = last - quotient(self.start, arguments.split_size)
+        else:
+            steps = quotient(self.length + (config.tile_tokens - 1), config.tile_tokens)
+            parts = min(steps - quotient(self.start, config.tile_tokens), arguments.num_splits)
+        return max(parts, 1)
 
 
 @cute.jit
@@ -118,11 +131,11 @@ def first_token_of(arguments: DecodeArguments, config: DecodeConfig, place: Deco
     """The first token of a block's first step, where rows see tokens from ``start`` on."""
     tile = config.tile_tokens
     size = arguments.split_size
-    first = start // tile * tile + place.split * tile
+    first = (quotient(start, tile) + place.split) * tile
     if size > 0:
         first = place.split * size
         if start > 0:
-            first = max(start // size * size + first, start // tile * tile)
+            first = max(quotient(start, size) * size + first, quotient(start, tile) * tile)
     return first
 
 
@@ -146,13 +159,13 @@ def decode_work(
     if const_expr(problem.bounded_left):
         start = max(length - place.q_len + 1 - arguments.window, 0)
 
-    tile, size = config.tile_tokens, arguments.split_size
+    size = arguments.split_size
     first_token = first_token_of(arguments, config, place, start)
     begin, end = start, length
-    parts = min(cute.ceil_div(length, tile) - start // tile, arguments.num_splits)
     if size > 0:
         begin = max(first_token, start)
-        first_part = start // size
+        first_part = Int32(0)
+        if const_expr(problem.bounded_left):
+            first_part = quotient(start, size)
         end = min((first_part + place.split + 1) * size, length)
-        parts = cute.ceil_div(length, size) - first_part
-    return DecodeWork(place, length, first_token, stride_of(arguments, config), begin, end, max(parts, 1))
+    return DecodeWork(place, length, first_token, stride_of(arguments, config), begin, end, start)

@@ -105,6 +105,11 @@ def permute_bytes(word: Uint32, other: int, selector: int) -> Uint32:
     )
 
 
+def quotient(number: Int32, divisor: Int32 | int) -> Int32:
+    """number // divisor of numbers that are not negative, which the compiler cannot know: signed ones take longer."""
+    return Int32(Uint32(number) // Uint32(divisor))
+
+
 def load_words(address: Int64, count: int) -> list[Uint32]:
     """Plain load of 1, 2 or 4 words."""
     vector = f".v{count}" if count > 1 else ""

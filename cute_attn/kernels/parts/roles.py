@@ -23,7 +23,7 @@ from cute_attn.decode_configs import GEMM0_WARPS, TOKENS_PER_GEMM0_WARP, WARP, R
 from cute_attn.decode_problem import DecodeProblem
 
 MBARRIER_BYTES = 8
-ALL_ROLES = 1  # the named barrier of all warps, once the rings are done with
+RINGS_READ = 1  # the named barrier at which gemm0 arrives and gemm1 waits, when both are done with their rings
 
 
 @dataclass(frozen=True)
