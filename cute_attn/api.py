@@ -15,6 +15,7 @@ from cute_attn.compiler import workers
 from cute_attn.configs import PrefillConfig, parse_config
 from cute_attn.errors import argument_error
 from cute_attn.options import (
+    LAYOUTS,
     UNBOUNDED,
     Options,
     Window,
@@ -148,8 +149,10 @@ def attention(
         _check_tensors(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     if out is not None:
         _check_tensors(out=out)
-    check_layout(layout)
-    check_flag("return_lse", return_lse)
+    if layout not in LAYOUTS:
+        check_layout(layout)
+    if return_lse is not False:
+        check_flag("return_lse", return_lse)
     if scale is not None:
         check_scale(scale)
     if max_seqlen_q is not None:
@@ -157,7 +160,8 @@ def attention(
     if max_seqlen_k is not None:
         check_length("max_seqlen_k", max_seqlen_k)
     window_left, window_right = window_widths(causal, window)
-    options = (window_right, window_left, scale, layout, config_name(config), cu_seqlens_q, cu_seqlens_k)
+    name = None if config is None else config_name(config)
+    options = (window_right, window_left, scale, layout, name, cu_seqlens_q, cu_seqlens_k)
     result, lse = ops.attend(q, k, v, options, out, return_lse)
     return result if lse is None else (result, lse)
 

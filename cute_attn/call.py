@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from cute_attn.options import Options
+from cute_attn.options import NUM_PLAIN_OPTIONS, Options
 
 Shape = tuple[int, ...]
 
@@ -63,3 +63,13 @@ class Call(NamedTuple):
     options: Options
     out: Tensor | None
     return_lse: bool
+
+
+def guarded_tensors(
+    q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...], out: Tensor | None
+) -> tuple[Tensor, ...]:
+    """The tensors on whose kinds a call's plan depends."""
+    cu_seqlens_q, cu_seqlens_k = options[NUM_PLAIN_OPTIONS:]
+    if cu_seqlens_q is None and cu_seqlens_k is None and out is None:
+        return q, k, v
+    return (q, k, v, *(x for x in (cu_seqlens_q, cu_seqlens_k, out) if x is not None))

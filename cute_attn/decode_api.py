@@ -153,7 +153,8 @@ def decode(
         check_softcap(softcap)
     if num_splits is not None or split_size is not None:
         check_splits(num_splits, split_size)
-    check_flag("return_lse", return_lse)
+    if return_lse is not False:
+        check_flag("return_lse", return_lse)
     if check is not False:
         check_flag("check", check)
     if not isinstance(lengths, Tensor) or (lengths.is_cpu and not q.is_cpu):
@@ -168,7 +169,7 @@ def decode(
         sinks,
         UNSET if num_splits is None else num_splits,
         UNSET if split_size is None else split_size,
-        decode_config_name(config),
+        None if config is None else decode_config_name(config),
     )
     result, lse = decode_ops.decode(q, cache, lengths, options, out, return_lse)
     return result if lse is None else (result, lse)

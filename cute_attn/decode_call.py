@@ -167,3 +167,13 @@ def reference_options(options: DecodeOptions) -> dict[str, object]:
         "softcap": None if options.softcap == NO_SOFTCAP else options.softcap,
         "sinks": options.sinks,
     }
+
+
+def guarded_tensors(
+    q: Tensor, cache: Cache, lengths: Tensor, sinks: Tensor | None, out: Tensor | None
+) -> tuple[Tensor, ...]:
+    """The tensors on whose kinds a call's plan depends, beside those of ``cache.key``; none twice."""
+    kv = (cache.k,) if cache.v is cache.k else (cache.k, cache.v)
+    if sinks is None and out is None:
+        return q, *kv, lengths
+    return (q, *kv, lengths, *(x for x in (sinks, out) if x is not None))

@@ -1,7 +1,7 @@
 """Decode of CUDA tensors, written to be quick: what the host does here delays every small call.
 
-As in ``launch``: a call's signature is all that its plan depends on. With a known signature a call costs one look-up,
-the checks of what a signature does not say, the allocation of the results, and the launch.
+As in ``launch``: a call like the latest one with its cache and options is recognised by a guard, any other by its
+signature; what is left are the checks of what neither says, the allocation of the results, and the launch.
 """
 
 from __future__ import annotations
@@ -15,9 +15,11 @@ from torch.autograd.graph import increment_version
 
 from cute_attn.caches import Cache, Scale
 from cute_attn.checks import check_no_gradient
-from cute_attn.decode_call import DecodeCall
+from cute_attn.decode_call import DecodeCall, guarded_tensors
 from cute_attn.decode_options import DecodeOptions
 from cute_attn.decode_plan import DecodePlan, make_decode_plan
+from cute_attn.dispatch import intercepted
+from cute_attn.guards import LatestPlans
 from cute_attn.memory import ALIGNMENT, check_addresses, check_apart
 from cute_attn.workspace import workspace
 
@@ -25,6 +27,7 @@ MAX_PLANS = 4096  # of about 2 KB each
 SINKS = DecodeOptions._fields.index("sinks")
 
 _plans: dict[tuple[Any, ...], DecodePlan] = {}
+latest: LatestPlans[DecodePlan] = LatestPlans()
 
 
 def decode(
@@ -41,6 +44,37 @@ def decode(
         options: the fields of ``DecodeOptions``.
         out: where the result goes; None allocates it.
     """
+    return run(find_plan(q, cache, lengths, options, out, return_lse), (q, cache, lengths), options[SINKS], out)
+
+
+def decode_directly(
+    q: Tensor, cache: Cache, lengths: Tensor, options: tuple[Any, ...], out: Tensor | None, return_lse: bool
+) -> tuple[Tensor, Tensor | None] | None:
+    """``decode``, quicker for a call like the latest with its options; None where the dispatcher must be asked.
+
+    To be called where ``dispatch.watched`` is false.
+    """
+    sinks = options[SINKS]
+    tensors = guarded_tensors(q, cache, lengths, sinks, out)
+    kind = (cache.key, options[:SINKS], options[SINKS + 1 :], return_lse, sinks is None, out is None, len(tensors))
+    plan = latest.find(kind, tensors)
+    if plan is None:
+        if not dispatches_to_kernel(q, cache):
+            return None
+        plan = find_plan(q, cache, lengths, options, out, return_lse)
+        latest.keep(kind, plan)
+    return run(plan, (q, cache, lengths), sinks, out)
+
+
+def dispatches_to_kernel(q: Tensor, cache: Cache) -> bool:
+    """Torch's dispatcher would do nothing but call ``decode``, which takes it microseconds."""
+    return q.is_cuda and type(q) is Tensor and cache.key is not None and not intercepted()
+
+
+def find_plan(
+    q: Tensor, cache: Cache, lengths: Tensor, options: tuple[Any, ...], out: Tensor | None, return_lse: bool
+) -> DecodePlan:
+    """The plan that serves a call, made if it is the first of its kind."""
     k, v, sinks, chosen = cache.k, cache.v, options[SINKS], options
     if q.requires_grad or k.requires_grad or v.requires_grad:
         check_no_gradient(q=q, k=k, v=v)
@@ -54,7 +88,14 @@ def decode(
     plan = _plans.get(signature)
     if plan is None:
         plan = _add_plan(signature, DecodeCall(q, cache, lengths, DecodeOptions(*options), out, return_lse))
+    return plan
 
+
+def run(
+    plan: DecodePlan, inputs: tuple[Tensor, Cache, Tensor], sinks: Tensor | None, out: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """(out, lse) of a call that the plan serves; ``inputs``: q, cache and lengths."""
+    q, cache, lengths = inputs
     if q.data_ptr() % ALIGNMENT:
         check_addresses(q=q)
     if out is not None:
@@ -62,7 +103,7 @@ def decode(
             check_no_gradient(out=out)
         if out.data_ptr() % ALIGNMENT:
             check_addresses(out=out)
-        check_apart(out, q=q, k=k, v=v)
+        check_apart(out, q=q, k=cache.k, v=cache.v)
         increment_version(out)  # autograd must notice that out is overwritten
     else:
         out = plan.allocate(*plan.out, q.dtype)

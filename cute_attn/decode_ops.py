@@ -22,7 +22,7 @@ from cute_attn.caches import QUANTISED, Cache, ContiguousCache, PagedCache
 from cute_attn.decode_call import DecodeCall, check_decode_call, reference_options
 from cute_attn.decode_configs import parse_decode_config
 from cute_attn.decode_options import DECODE_OPTIONS_SCHEMA, DecodeOptions
-from cute_attn.dispatch import Op, cast_to, intercepted, register
+from cute_attn.dispatch import Op, cast_to, register, watched
 from cute_attn.memory import check_addresses, check_apart, check_own_memory, kernel_strides
 
 
@@ -102,8 +102,10 @@ def decode(
         out: where the result goes; None allocates it.
     """
     # Tracing, too, must find the op: the first test is the one that the compiler decides.
-    if not torch.compiler.is_compiling() and _dispatches_to_kernel(q, cache):
-        return decode_launch.decode(q, cache, lengths, options, out, return_lse)
+    if not torch.compiler.is_compiling() and not watched():
+        results = decode_launch.decode_directly(q, cache, lengths, options, out, return_lse)
+        if results is not None:
+            return results
     rest = (*CacheParts.of(cache), *options)
     if out is None:
         if return_lse:
@@ -113,11 +115,6 @@ def decode(
         return out, torch.ops.cute_attn.decode_out_lse.default(q, cache.k, cache.v, lengths, out, *rest)
     torch.ops.cute_attn.decode_out.default(q, cache.k, cache.v, lengths, out, *rest)
     return out, None
-
-
-def _dispatches_to_kernel(q: Tensor, cache: Cache) -> bool:
-    """Torch's dispatcher would do nothing but call ``decode_launch.decode``, which takes it microseconds."""
-    return q.is_cuda and type(q) is Tensor and cache.key is not None and not intercepted()
 
 
 # decode(q, cache, lengths, options, out=None, return_lse=False) -> (out, lse); options are those of DecodeOptions.

@@ -17,11 +17,12 @@ from cute_attn.arch import Arch
 from cute_attn.caches import CACHE_DTYPES, Scale
 from cute_attn.call import Shape
 from cute_attn.checks import DTYPE_NAMES
-from cute_attn.decode_call import DecodeCall, DecodeSizes, check_decode_call
+from cute_attn.decode_call import DecodeCall, DecodeSizes, check_decode_call, guarded_tensors
 from cute_attn.decode_configs import DecodeConfig, default_decode_config, parse_decode_config
 from cute_attn.decode_options import MAX_SPLITS, NO_SOFTCAP, NO_WINDOW, UNSET, DecodeOptions
 from cute_attn.decode_problem import DecodeProblem
 from cute_attn.errors import argument_error
+from cute_attn.guards import Guard, guard_of
 from cute_attn.memory import MAX_BLOCKS, Allocate, allocator, check_addresses, check_own_memory, kernel_strides
 from cute_attn.options import MAX_LENGTH
 from cute_attn.plan import (
@@ -63,6 +64,7 @@ class DecodePlan(NamedTuple):
         nothing: stands for the workspace where there is one split.
         scalars: what ``DecodeArguments`` has after the tensors.
         one_device: there is no other device that could be the current one.
+        guard: recognises the tensors of such calls.
     """
 
     kernel: Kernel | None
@@ -80,6 +82,7 @@ class DecodePlan(NamedTuple):
     nothing: Workspace | None
     scalars: tuple[float, float, float, int, int, int]
     one_device: bool
+    guard: Guard | None
 
 
 class DecodeKey(NamedTuple):
@@ -149,6 +152,7 @@ def make_decode_plan(call: DecodeCall) -> DecodePlan:
             0,
         ),
         one_device=one_device,
+        guard=guard_of(guarded_tensors(q, cache, call.lengths, options.sinks, call.out)),
     )
     return _with_kernel(plan, call, sizes) if sizes.sees_a_token() else plan
 

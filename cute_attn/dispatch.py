@@ -91,14 +91,11 @@ _autocast = torch._C._is_any_autocast_enabled
 _profiler = torch._C._autograd._profiler_enabled
 
 
+def watched() -> bool:
+    """What guards do not see wants to see every op: a mode, forward differentiation, or a profiler."""
+    return _dispatch_modes() > 0 or _function_modes() > 0 or in_forward_mode() or _profiler()
+
+
 def intercepted() -> bool:
-    """A mode, transform, tracer, autocast or profiler wants to see every op."""
-    return (
-        _dispatch_modes() > 0
-        or _function_modes() > 0
-        or _transform() is not None
-        or _tracer() is not None
-        or in_forward_mode()
-        or _autocast()
-        or _profiler()
-    )
+    """Anything wants to see every op: what ``watched`` asks for, a transform, a tracer, or autocast."""
+    return watched() or _transform() is not None or _tracer() is not None or _autocast()

@@ -1,7 +1,8 @@
 """Attention of CUDA tensors, written to be quick: what the host does here delays every small call.
 
-A call's signature is all that its plan depends on. With a known signature a call costs one look-up, the checks of what
-a signature does not say (gradients, addresses), the allocation of the results, and the launch.
+A call's plan depends on its options and the kinds of its tensors. A call like the latest one with its options is
+recognised by a guard, any other by its signature; what is left are the checks of what neither says (addresses), the
+allocation of the results, and the launch.
 """
 
 from __future__ import annotations
@@ -13,15 +14,18 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from cute_attn.call import Call
+from cute_attn.call import Call, guarded_tensors
 from cute_attn.checks import check_no_gradient
+from cute_attn.dispatch import intercepted
+from cute_attn.guards import LatestPlans
 from cute_attn.memory import ALIGNMENT, check_addresses, check_apart
-from cute_attn.options import Options
+from cute_attn.options import NUM_PLAIN_OPTIONS, Options
 from cute_attn.plan import Kernel, Plan, make_plan
 
 MAX_PLANS = 4096  # of about 2 KB each
 
 _plans: dict[tuple[Any, ...], Plan] = {}
+latest: LatestPlans[Plan] = LatestPlans()
 
 
 def attend(
@@ -33,6 +37,34 @@ def attend(
         options: the fields of ``Options``.
         out: where the result goes; None allocates it.
     """
+    return run(find_plan(q, k, v, options, out, return_lse), (q, k, v), options, out)
+
+
+def attend_directly(
+    q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...], out: Tensor | None, return_lse: bool
+) -> tuple[Tensor, Tensor | None] | None:
+    """``attend``, quicker for a call like the latest with its options; None where the dispatcher must be asked.
+
+    To be called where ``dispatch.watched`` is false.
+    """
+    tensors = guarded_tensors(q, k, v, options, out)
+    kind = (options[:NUM_PLAIN_OPTIONS], return_lse, out is None, len(tensors))
+    plan = latest.find(kind, tensors)
+    if plan is None:
+        if not dispatches_to_kernel(q, k, v):
+            return None
+        plan = find_plan(q, k, v, options, out, return_lse)
+        latest.keep(kind, plan)
+    return run(plan, (q, k, v), options, out)
+
+
+def dispatches_to_kernel(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Torch's dispatcher would do nothing but call ``attend``, which takes it 4 microseconds."""
+    return q.is_cuda and type(q) is type(k) is type(v) is Tensor and not intercepted()
+
+
+def find_plan(q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...], out: Tensor | None, return_lse: bool) -> Plan:
+    """The plan that serves a call, made if it is the first of its kind."""
     if q.requires_grad or k.requires_grad or v.requires_grad:
         check_no_gradient(q=q, k=k, v=v)
     if out is not None and out.requires_grad:
@@ -47,7 +79,14 @@ def attend(
     plan = _plans.get(signature)
     if plan is None:
         plan = _add_plan(signature, Call(q, k, v, Options(*options), out, return_lse))
+    return plan
 
+
+def run(
+    plan: Plan, qkv: tuple[Tensor, Tensor, Tensor], options: tuple[Any, ...], out: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """(out, lse) of a call that the plan serves."""
+    q, k, v = qkv
     if (q.data_ptr() | k.data_ptr() | v.data_ptr()) % ALIGNMENT:
         check_addresses(q=q, k=k, v=v)
     if out is not None:
@@ -60,6 +99,7 @@ def attend(
     lse = None if plan.lse is None else plan.allocate(*plan.lse, torch.float32)
 
     kernel = plan.kernel
+    cu_seqlens_q, cu_seqlens_k = options[NUM_PLAIN_OPTIONS:]
     if kernel is None:
         _fill_unseen(out, lse, cu_seqlens_q)
     elif plan.one_device or torch.cuda.current_device() == q.get_device():

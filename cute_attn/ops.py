@@ -20,7 +20,7 @@ from cute_attn import launch, reference
 from cute_attn.call import Sizes
 from cute_attn.checks import check_inputs, check_out
 from cute_attn.configs import parse_config
-from cute_attn.dispatch import Op, cast_to, intercepted, register
+from cute_attn.dispatch import Op, cast_to, register, watched
 from cute_attn.memory import check_addresses, check_apart, check_limits, check_own_memory, kernel_strides
 from cute_attn.options import OPTIONS_SCHEMA, Options
 
@@ -44,8 +44,10 @@ def attend(
         out: where the result goes; None allocates it.
     """
     # Tracing, too, must find the op: the first test is the one that the compiler decides.
-    if not torch.compiler.is_compiling() and _dispatches_to_kernel(q, k, v):
-        return launch.attend(q, k, v, options, out, return_lse)
+    if not torch.compiler.is_compiling() and not watched():
+        results = launch.attend_directly(q, k, v, options, out, return_lse)
+        if results is not None:
+            return results
     if out is None:
         if return_lse:
             return torch.ops.cute_attn.prefill_lse.default(q, k, v, *options)
@@ -54,11 +56,6 @@ def attend(
         return out, torch.ops.cute_attn.prefill_out_lse.default(q, k, v, out, *options)
     torch.ops.cute_attn.prefill_out.default(q, k, v, out, *options)
     return out, None
-
-
-def _dispatches_to_kernel(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Torch's dispatcher would do nothing but call ``launch.attend``, which takes it 4 microseconds."""
-    return q.is_cuda and type(q) is type(k) is type(v) is Tensor and not intercepted()
 
 
 # attend(q, k, v, options, out=None, return_lse=False) -> (out, lse); options are the fields of Options.

@@ -46,6 +46,7 @@ class Options(NamedTuple):
         return self.cu_seqlens_q is not None
 
 
+NUM_PLAIN_OPTIONS = Options._fields.index("cu_seqlens_q")  # those that are no tensors come before
 OPTIONS_SCHEMA = (
     'SymInt window_right=-1, SymInt window_left=-1, float? scale=None, str layout="bhsd", str? config=None, '
     "Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None"
@@ -58,7 +59,8 @@ def window_widths(causal: bool, window: Window | None) -> tuple[int, int]:
     Raises:
         ValueError: ``causal`` is not a bool, or ``window`` not two widths.
     """
-    check_flag("causal", causal)
+    if causal is not True and causal is not False:
+        check_flag("causal", causal)
     if window is None:
         return UNBOUNDED, (0 if causal else UNBOUNDED)
     if not isinstance(window, (tuple, list)) or len(window) != 2:

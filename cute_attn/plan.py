@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from cute_attn.arch import Arch, arch_of
-from cute_attn.call import Call, Shape, Sizes
+from cute_attn.call import Call, Shape, Sizes, guarded_tensors
 from cute_attn.checks import DTYPE_NAMES, check_inputs, check_out
 from cute_attn.compiler import cache
 from cute_attn.configs import default_config, parse_config
 from cute_attn.errors import argument_error
+from cute_attn.guards import Guard, guard_of
 from cute_attn.memory import Allocate, allocator, check_addresses, check_limits, check_own_memory, kernel_strides
 from cute_attn.problem import KernelSpec, PrefillProblem
 
@@ -47,6 +48,7 @@ class Plan(NamedTuple):
         signed_q: gives q for which ``scale_log2`` is positive; None where it is.
         scalars: what ``PrefillArguments`` has after the tensors.
         one_device: there is no other device that could be the current one.
+        guard: recognises the tensors of such calls.
     """
 
     kernel: Kernel | None
@@ -58,6 +60,7 @@ class Plan(NamedTuple):
     signed_q: Callable[[Tensor], Tensor] | None
     scalars: tuple[float, int, int, int]
     one_device: bool
+    guard: Guard | None
 
 
 class KernelKey(NamedTuple):
@@ -102,6 +105,7 @@ def make_plan(call: Call) -> Plan:
             int(options.layout == "bhsd"),
         ),
         one_device=one_device,
+        guard=guard_of(guarded_tensors(q, call.k, call.v, options, call.out)),
     )
 
 

@@ -29,6 +29,7 @@ from cute_attn.compiler import workers
 from cute_attn.decode_configs import DecodeConfig, default_decode_config
 from cute_attn.decode_options import DecodeOptions
 from cute_attn.decode_problem import DecodeArguments, DecodeProblem
+from cute_attn.guards import LatestPlans
 from cute_attn.problem import KernelSpec
 from tests import decode_cases as cases
 from tests.decode_cases import FP8, call, contiguous, lengths, normal, paged
@@ -134,10 +135,11 @@ class Machine:
         monkeypatch.setattr(torch.cuda, "device", self._device)
         monkeypatch.setattr(kernel_cache, "load", self._load)
         monkeypatch.setattr(decode_launch, "_plans", {})
+        monkeypatch.setattr(decode_launch, "latest", LatestPlans())
         monkeypatch.setattr(decode_launch, "_current_stream", lambda device: STREAM)
         monkeypatch.setattr(decode_plan, "_kernels", {})
         monkeypatch.setattr(decode_plan, "_devices", {})
-        monkeypatch.setattr(decode_ops, "_dispatches_to_kernel", lambda q, cache: True)
+        monkeypatch.setattr(decode_launch, "dispatches_to_kernel", lambda q, cache: True)
         for name in ("_streams", "_arenas", "_captured"):
             monkeypatch.setattr(workspace, name, {})
         monkeypatch.setattr(workspace, "_kept", [])

@@ -241,12 +241,11 @@ def test_derivatives_are_refused() -> None:
 def test_plain_cuda_calls_skip_the_dispatcher(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Any] = []
 
-    def decode(*arguments: Any) -> tuple[str, None]:
+    def directly(*arguments: Any) -> tuple[str, None]:
         calls.append(arguments)
         return "out", None
 
-    monkeypatch.setattr(decode_ops, "_dispatches_to_kernel", lambda q, cache: True)
-    monkeypatch.setattr(decode_launch, "decode", decode)
+    monkeypatch.setattr(decode_launch, "decode_directly", directly)
     arguments = call(paged())
     assert cute_attn.decode(**arguments, window=4, scale=0.5) == "out"
     q, cache, counts = arguments.values()
@@ -254,4 +253,4 @@ def test_plain_cuda_calls_skip_the_dispatcher(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_cpu_tensors_go_through_the_dispatcher() -> None:
-    assert not decode_ops._dispatches_to_kernel(normal(3, 2, 4, 16), contiguous())
+    assert not decode_launch.dispatches_to_kernel(normal(3, 2, 4, 16), contiguous())

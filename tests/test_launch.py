@@ -15,6 +15,7 @@ from torch import Tensor
 import cute_attn
 from cute_attn import api, launch, ops, plan, reference
 from cute_attn.compiler import cache, workers
+from cute_attn.guards import LatestPlans
 from cute_attn.memory import kernel_strides
 from cute_attn.options import Options
 from cute_attn.problem import KernelSpec, PrefillArguments, PrefillProblem
@@ -87,8 +88,9 @@ class Machine:
         monkeypatch.setattr(torch.cuda, "device", self._device)
         monkeypatch.setattr(cache, "load", self._load)
         monkeypatch.setattr(launch, "_plans", {})
+        monkeypatch.setattr(launch, "latest", LatestPlans())
         monkeypatch.setattr(plan, "_kernels", {})
-        monkeypatch.setattr(ops, "_dispatches_to_kernel", lambda q, k, v: True)
+        monkeypatch.setattr(launch, "dispatches_to_kernel", lambda q, k, v: True)
 
     @contextmanager
     def _device(self, device: int) -> Iterator[None]:

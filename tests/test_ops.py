@@ -300,16 +300,15 @@ def test_gradient_modes_do_not_intercept(context: Callable[[], AbstractContextMa
 def test_plain_cuda_calls_skip_the_dispatcher(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Any] = []
 
-    def attend(*arguments: Any) -> tuple[str, None]:
+    def directly(*arguments: Any) -> tuple[str, None]:
         calls.append(arguments)
         return "out", None
 
-    monkeypatch.setattr(ops, "_dispatches_to_kernel", lambda q, k, v: True)
-    monkeypatch.setattr(launch, "attend", attend)
+    monkeypatch.setattr(launch, "attend_directly", directly)
     q, k, v = dense()
     assert cute_attn.attention(q, k, v, causal=True, window=(4, 9), scale=0.5) == "out"
     assert calls == [(q, k, v, (0, 4, 0.5, "bhsd", None, None, None), None, False)]
 
 
 def test_cpu_tensors_go_through_the_dispatcher() -> None:
-    assert not ops._dispatches_to_kernel(*dense())
+    assert not launch.dispatches_to_kernel(*dense())
