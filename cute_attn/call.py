@@ -68,8 +68,10 @@ class Call(NamedTuple):
 def guarded_tensors(
     q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...], out: Tensor | None
 ) -> tuple[Tensor, ...]:
-    """The tensors on whose kinds a call's plan depends."""
+    """The tensors on whose kinds a call's plan depends; cumulative lengths for both only once."""
     cu_seqlens_q, cu_seqlens_k = options[NUM_PLAIN_OPTIONS:]
     if cu_seqlens_q is None and cu_seqlens_k is None and out is None:
         return q, k, v
+    if cu_seqlens_k is cu_seqlens_q:
+        cu_seqlens_k = None
     return (q, k, v, *(x for x in (cu_seqlens_q, cu_seqlens_k, out) if x is not None))

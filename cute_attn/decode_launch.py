@@ -56,7 +56,8 @@ def decode_directly(
     """
     sinks = options[SINKS]
     tensors = guarded_tensors(q, cache, lengths, sinks, out)
-    kind = (cache.key, options[:SINKS], options[SINKS + 1 :], return_lse, sinks is None, out is None, len(tensors))
+    chosen = options if sinks is None else (*options[:SINKS], True, *options[SINKS + 1 :])
+    kind = (cache.key, chosen, return_lse, out is None, len(tensors))
     plan = latest.find(kind, tensors)
     if plan is None:
         if not dispatches_to_kernel(q, cache):

@@ -48,7 +48,8 @@ def attend_directly(
     To be called where ``dispatch.watched`` is false.
     """
     tensors = guarded_tensors(q, k, v, options, out)
-    kind = (options[:NUM_PLAIN_OPTIONS], return_lse, out is None, len(tensors))
+    packed, shared = options[-1] is not None, options[-1] is options[-2]
+    kind = (options[:NUM_PLAIN_OPTIONS], return_lse, packed, shared, out is None)
     plan = latest.find(kind, tensors)
     if plan is None:
         if not dispatches_to_kernel(q, k, v):

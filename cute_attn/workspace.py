@@ -44,6 +44,14 @@ class Workspace(NamedTuple):
     semaphores: Tensor
 
 
+class _Kept(NamedTuple):
+    """A stream's workspace, and how many elements it has of each."""
+
+    space: Workspace
+    partials: int
+    semaphores: int
+
+
 @dataclass
 class _Arena:
     """Zeroed semaphores for captured graphs, handed out from the start and never taken back."""
@@ -61,7 +69,7 @@ class _Arena:
         return self.buffer[start : start + semaphores]
 
 
-_streams: dict[tuple[int | None, int], Workspace] = {}  # by device index and stream
+_streams: dict[tuple[int | None, int], _Kept] = {}  # by device index and stream
 _arenas: dict[int | None, list[_Arena]] = {}  # by device index; all live as long as the process, as graphs may
 _low: set[int | None] = set()  # devices whose arena is to be replaced before the next capture
 _captured: dict[tuple[int | None, int, int], Tensor] = {}  # the latest, by device index, capture and stream
@@ -83,11 +91,11 @@ def workspace(device: torch.device, stream: int, partials: int, semaphores: int)
     if (
         found is not None
         and not capturing
-        and found.partials.shape[0] >= partials
-        and found.semaphores.shape[0] >= semaphores
+        and found.partials >= partials
+        and found.semaphores >= semaphores
         and device.index not in _low
     ):
-        return found
+        return found.space
     with _LOCK:
         if not capturing:
             return _for_stream(device, stream, partials, semaphores)
@@ -127,17 +135,17 @@ def lasting(make: Callable[..., Tensor], size: int, dtype: torch.dtype, device: 
 
 def semaphores_in_use() -> list[Tensor]:
     """All that were ever handed out; zero while no launch is under way."""
-    return [*(found.semaphores for found in _streams.values()), *_kept]
+    return [*(found.space.semaphores for found in _streams.values()), *_kept]
 
 
 def _for_stream(device: torch.device, stream: int, partials: int, semaphores: int) -> Workspace:
     prepare(device)
     old = _streams.get((device.index, stream))
     made = Workspace(
-        _enlarged(old and old.partials, torch.empty, partials, torch.float32, device),
-        _enlarged(old and old.semaphores, torch.zeros, semaphores, torch.int32, device),
+        _enlarged(old and old.space.partials, torch.empty, partials, torch.float32, device),
+        _enlarged(old and old.space.semaphores, torch.zeros, semaphores, torch.int32, device),
     )
-    _streams[device.index, stream] = made
+    _streams[device.index, stream] = _Kept(made, made.partials.shape[0], made.semaphores.shape[0])
     return made
 
 

@@ -121,8 +121,8 @@ def test_graphs_of_every_batch_with_poisoned_partial_results(batch: int) -> None
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = decode(q, cache, lengths)
-    for space in workspace._streams.values():
-        space.partials.fill_(float("nan"))
+    for kept in workspace._streams.values():
+        kept.space.partials.fill_(float("nan"))
     for _ in range(3):
         out.fill_(float("nan"))
         graph.replay()
