@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from typing import TYPE_CHECKING
 
 from cute_attn import __version__
 from cute_attn.arch import ARCHS, Arch, arch_by_name
@@ -19,8 +20,12 @@ from cute_attn.decode_configs import default_decode_config, parse_decode_config,
 from cute_attn.decode_problem import DecodeProblem
 from cute_attn.problem import KernelSpec, PrefillProblem
 
+if TYPE_CHECKING:
+    from cute_attn.simulation.outcome import Outcome
+
 ERROR_STATUS = 2
 FAULT_STATUS = 1  # of a kernel that was simulated
+KERNELS = ("prefill", "decode")
 SCHEDULES = ("lockstep", "serial", "reversed", "random")  # the simulator's, which is imported when it is used
 
 
@@ -97,25 +102,31 @@ def _add_inspect(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="registers, spills, shared memory and instruction counts of a kernel; needs no GPU",
         description="Compile one kernel and show what its machine code uses and does. No GPU is needed.",
     )
-    _add_kernel_choice(inspect, ["prefill", "decode"])
+    _add_kernel_choice(inspect)
     inspect.add_argument("--window", action="store_true", help="bounded on both sides; decode: on the left")
     inspect.add_argument("--varlen", action="store_true", help="packed sequences (prefill)")
     inspect.add_argument("--lse", action="store_true", help="with the log-sum-exp")
-    decode = inspect.add_argument_group("decode alone")
-    decode.add_argument("--cache-dtype", choices=kernel_sets.QUANTISED_DTYPES, help="default: that of q")
-    decode.add_argument("--page-size", type=int, default=0, metavar="N", help="tokens of a page (default: no pages)")
+    decode = _add_decode_choice(inspect)
     decode.add_argument(
         "--rows", type=_positive, metavar="N", help="heads that share a cache head x queries (default: 8)"
     )
-    decode.add_argument("--softcap", action="store_true")
-    decode.add_argument("--sinks", action="store_true")
     inspect.add_argument("--json", action="store_true", help="print JSON")
     inspect.set_defaults(run=_inspect)
 
 
-def _add_kernel_choice(command: argparse.ArgumentParser, kernels: Sequence[str] = ("prefill",)) -> None:
+def _add_decode_choice(command: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+    """The options that say which decode kernel, beside those of ``_add_kernel_choice``."""
+    decode = command.add_argument_group("decode alone")
+    decode.add_argument("--cache-dtype", choices=kernel_sets.QUANTISED_DTYPES, help="default: that of q")
+    decode.add_argument("--page-size", type=int, default=0, metavar="N", help="tokens of a page (default: no pages)")
+    decode.add_argument("--softcap", action="store_true")
+    decode.add_argument("--sinks", action="store_true")
+    return decode
+
+
+def _add_kernel_choice(command: argparse.ArgumentParser) -> None:
     """The options that say which kernel, but for what each command says in its own way."""
-    command.add_argument("kernel", choices=kernels)
+    command.add_argument("kernel", choices=KERNELS)
     command.add_argument("--head-dim", type=_positive, required=True, metavar="D", help="of q and k")
     command.add_argument("--head-dim-v", type=_positive, metavar="D", help="of v (default: that of q and k)")
     command.add_argument("--arch", metavar="ARCH", help="for instance sm_80 (default: this machine's first)")
@@ -134,12 +145,29 @@ def _add_simulate(commands: argparse._SubParsersAction[argparse.ArgumentParser])
         "what it did wrong and how it used memory. Exits with 1 if the result is wrong or anything was found.",
     )
     _add_kernel_choice(simulate)
-    simulate.add_argument("--window", type=int, nargs=2, metavar=("L", "R"), help="keys seen; -1 is unbounded")
-    simulate.add_argument("--batch", type=_positive, default=1, metavar="N")
-    simulate.add_argument("--heads", type=_positive, default=2, metavar="N", help="of q (default: 2)")
-    simulate.add_argument("--kv-heads", type=_positive, metavar="N", help="of k and v (default: as many as of q)")
-    simulate.add_argument("--q-len", type=_positive, default=133, metavar="N", help="queries (default: 133)")
-    simulate.add_argument("--k-len", type=_positive, default=199, metavar="N", help="keys (default: 199)")
+    simulate.add_argument(
+        "--window",
+        type=int,
+        nargs="+",
+        metavar="N",
+        help="keys seen left and right of a query, -1 is unbounded; decode: tokens seen, one number",
+    )
+    simulate.add_argument("--batch", type=_positive, metavar="N", help="default: 1; decode: 2")
+    simulate.add_argument("--heads", type=_positive, metavar="N", help="of q (default: 2; decode: 8)")
+    simulate.add_argument(
+        "--kv-heads", type=_positive, metavar="N", help="of k and v (default: as many as of q; decode: 2)"
+    )
+    simulate.add_argument("--q-len", type=_positive, metavar="N", help="queries (default: 133; decode: 1)")
+    simulate.add_argument(
+        "--k-len",
+        type=_positive,
+        default=199,
+        metavar="N",
+        help="keys; decode: of the first sequence, later ones are a little shorter (default: 199)",
+    )
+    decode = _add_decode_choice(simulate)
+    decode.add_argument("--lse", action="store_true", help="with the log-sum-exp")
+    decode.add_argument("--num-splits", type=_positive, metavar="N", help="blocks that share a sequence (default: 2)")
     simulate.add_argument("--schedule", choices=SCHEDULES, default=SCHEDULES[0], help="in which order warps run")
     simulate.add_argument("--seed", type=int, default=0, help="of the inputs and the random schedule (default: 0)")
     simulate.add_argument("--unchecked", action="store_true", help="do not look for races, which is faster")
@@ -233,14 +261,7 @@ def _inspect(options: argparse.Namespace) -> int:
 
 
 def _simulate(options: argparse.Namespace) -> int:
-    from cute_attn.options import window_widths
-    from cute_attn.simulate import Call, Run, simulate_prefill
-
-    left, right = window_widths(options.causal, options.window)
-    kv_heads = options.kv_heads or options.heads
-    call = Call(options.batch, options.heads, kv_heads, options.q_len, options.k_len, left, right, options.seed)
-    spec = _spec(options, bounded_left=left >= 0, bounded_right=right >= 0)
-    outcome = simulate_prefill(spec, call, Run(options.schedule, options.seed, not options.unchecked))
+    outcome = (_simulate_decode if options.kernel == "decode" else _simulate_prefill)(options)
     if options.heatmap:
         outcome.report.heatmap(options.heatmap)
     if options.json:
@@ -250,6 +271,46 @@ def _simulate(options: argparse.Namespace) -> int:
     if options.listing:
         print(f"\n{outcome.report.listing()}")
     return 0 if outcome.ok else FAULT_STATUS
+
+
+def _simulate_prefill(options: argparse.Namespace) -> Outcome:
+    from cute_attn.options import window_widths
+    from cute_attn.simulation.outcome import Run
+    from cute_attn.simulation.prefill import Call, simulate_prefill
+
+    _refuse(options, "--cache-dtype", "--page-size", "--softcap", "--sinks", "--lse", "--num-splits")
+    window = options.window
+    left, right = window_widths(options.causal, None if window is None else tuple(window))
+    heads = options.heads or Call.heads
+    sizes = options.batch or Call.batch, heads, options.kv_heads or heads, options.q_len or Call.q_len, options.k_len
+    spec = _spec(options, bounded_left=left >= 0, bounded_right=right >= 0)
+    run = Run(options.schedule, options.seed, not options.unchecked)
+    return simulate_prefill(spec, Call(*sizes, left, right, options.seed), run)
+
+
+def _simulate_decode(options: argparse.Namespace) -> Outcome:
+    from cute_attn.decode_options import check_window
+    from cute_attn.simulation.decode import DecodeCall, simulate_decode
+    from cute_attn.simulation.outcome import Run
+
+    window = options.window
+    if window is not None and len(window) != 1:
+        raise ValueError(f"--window of decode must be one number, got {len(window)}")
+    given = {
+        "batch": options.batch,
+        "heads": options.heads,
+        "kv_heads": options.kv_heads,
+        "q_len": options.q_len,
+        "length": options.k_len,
+        "window": window and window[0],
+        "num_splits": options.num_splits,
+        "seed": options.seed,
+    }
+    call = DecodeCall(**{field: value for field, value in given.items() if value is not None})
+    check_window(call.window)
+    options.window, options.rows, options.varlen = window is not None, call.rows, False
+    run = Run(options.schedule, options.seed, not options.unchecked)
+    return simulate_decode(_decode_spec(options), call, run)
 
 
 def _spec(options: argparse.Namespace, **variant: bool) -> KernelSpec:

@@ -50,7 +50,7 @@ def listing(report: Report) -> str:
     lines = [_heading(report), f"{margins[0]}  instruction"]
     for counts, margin in zip(report.instructions, margins[1:], strict=True):
         lines += [f"{indent}  {name}:" for name in labels.pop(counts.index, ())]
-        lines.append(f"{margin}      {counts.text}")
+        lines.append(f"{margin}      {counts.text.replace(report.kernel, shorten(report.kernel, 24))}")
         lines += [f"{indent}  !!! {finding}" for finding in findings.pop(counts.index, ())]
     # What is left belongs to the end of the kernel, or to no instruction of it.
     lines += [f"{indent}  {name}:" for names in labels.values() for name in names]

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from cute_attn import __main__ as command
-from cute_attn import simulate
 from cute_attn.arch import arch_by_name
 from cute_attn.compiler.compiling import compile_spec
 from cute_attn.configs import default_config
 from cute_attn.problem import KernelSpec, PrefillProblem
+from cute_attn.simulation import outcome
 from layouts.simulator import launch
 from layouts.simulator.scheduler import SCHEDULES
 
@@ -39,7 +41,7 @@ def kernel(causal_kernel: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
         assert "--keep-ptx" in options
         return causal_kernel
 
-    monkeypatch.setattr(simulate, "compile_spec", compile_it)
+    monkeypatch.setattr(outcome, "compile_spec", compile_it)
     return causal_kernel
 
 
@@ -104,6 +106,27 @@ def test_a_finding_is_a_fault_though_the_numbers_are_right(
     assert "race x" in output
 
 
+DECODE = ("simulate", "decode", "--head-dim", "64", "--arch", "sm_90a", "--dtype", "bfloat16")
+EVERYTHING = ("--page-size", "16", "--cache-dtype", "int8", "--window", "50", "--softcap", "--sinks", "--lse")
+
+
+@pytest.mark.parametrize("options", [(), (*EVERYTHING, "--q-len", "2", "--schedule", "random")], ids=["plain", "all"])
+def test_decode(options: tuple[str, ...], capsys: Capture) -> None:
+    assert command.main([*DECODE, "--k-len", "90", "--json", *options]) == 0
+    values = json.loads(capsys.readouterr().out)
+    assert values["ok"]
+    assert values["rows"] == 2 * 8 * (2 if options else 1)
+    assert values["call"]["length"] == 90
+
+
+def test_a_wrong_lse_is_a_fault() -> None:
+    out = torch.ones(2, 4, 8, dtype=torch.float16)
+    rows = outcome.Rows.of(out, out.float(), out.float())
+    lse = torch.tensor([[1.0, -math.inf, 2.0, 3.0]] * 2)
+    assert rows.with_lse(lse, lse).wrong == 0
+    assert rows.with_lse(lse + torch.tensor([0.0, 0.0, 1e-3, math.nan]), lse).wrong == 4
+
+
 @pytest.mark.usefixtures("without_waits")
 def test_largest_error_is_null_where_it_is_nan(capsys: Capture) -> None:
     assert command.main([*CALL, "--json"]) == 1
@@ -117,6 +140,7 @@ def test_largest_error_is_null_where_it_is_nan(capsys: Capture) -> None:
     [
         ("--heads 3 --kv-heads 2", "kv_heads: it is 2; allowed: a divisor of heads, 3"),
         ("--window -2 4", "window: its left width is -2"),
+        ("--page-size 16", "--page-size is no option of prefill"),
         ("--config huge", "config: it is 'huge'; allowed: seed_64x64_1stage"),
     ],
 )

@@ -16,6 +16,7 @@ from layouts.simulator.group import LANES, Group
 from layouts.simulator.instructions.machine_code import Handler, instruction
 from layouts.simulator.operands import reader
 from layouts.simulator.ptx import Address, Immediate, Instruction
+from layouts.simulator.traffic import WAVEFRONT_BYTES
 
 if TYPE_CHECKING:
     from layouts.simulator.machine import Machine
@@ -113,7 +114,7 @@ def copy(machine: Machine, instruction: Instruction) -> Handler:
     read_bytes = reader(machine, instruction, more[0], np.uint32) if more else None
     copies = copies_of(machine)
 
-    bypass = instruction.parts[2] == "cg"
+    traffic = _Traffic(machine, instruction, width, bypass=instruction.parts[2] == "cg")
 
     def run(group: Group) -> None:
         lanes, flat, active = shared.places(group)
@@ -123,7 +124,7 @@ def copy(machine: Machine, instruction: Instruction) -> Handler:
         if read_bytes is not None:
             kept = np.broadcast_to(read_bytes(group), (len(group.slots) * LANES,))
             reads = None if (kept == width).all() else kept > 0
-        _count(machine, instruction, (flat, active), far.addresses(group), width, bypass, reads)
+        traffic.count((flat, active), far.addresses(group), reads)
         data = far.load(group, counts=False).view(np.uint8) if reads is None else _partial(far, group, kept, width)
         numbers = machine.lane_numbers(lanes)
         if active is not None:
@@ -135,27 +136,44 @@ def copy(machine: Machine, instruction: Instruction) -> Handler:
     return run
 
 
-def _count(
-    machine: Machine, instruction: Instruction, places: Any, source: Any, width: int, bypass: bool, reads: Any
-) -> None:
-    """Add the traffic of a copy to the counters.
+class _Traffic:
+    """Adds the traffic of one instruction's copies to the counters.
 
-    Args:
+    It depends on the places of the copies and, from the first cache line on, their sources; loops come back to the same
+    ones, once for each stage of a pipeline.
+    """
+
+    KEPT = 4
+
+    def __init__(self, machine: Machine, instruction: Instruction, width: int, bypass: bool):
+        self.counters, self.index = machine.counters, instruction.index
+        self.width, self.bypass = width, bypass
+        self.kept: dict[tuple[bytes, ...], tuple[int, ...]] = {}
+
+    def count(self, places: Any, source: Any, reads: Any) -> None:
+        """Args:
         places: the shared addresses of the lanes that take part, and which those are, None for all.
         source: the global addresses of all lanes.
         reads: of all lanes, whether they read anything; None if they do.
-    """
-    counters, index = machine.counters, instruction.index
-    place, active = by_warp(*places)
-    reads = None if reads is None else reads.reshape(-1, LANES)
-    shared, far = copy_traffic(place, source.reshape(-1, LANES), width, bypass, active, reads)
-    counters.wavefronts[index] += shared[0].sum()
-    counters.ideal_wavefronts[index] += shared[1].sum()
-    counters.sectors[index] += far[0].sum()
-    counters.ideal_sectors[index] += far[1].sum()
-    written = len(places[0])
-    read = written if reads is None else np.count_nonzero(reads if active is None else reads & active)
-    counters.bytes[index] += (written + read) * width
+        """
+        place, active = by_warp(*places)
+        source, reads = source.reshape(-1, LANES), None if reads is None else reads.reshape(-1, LANES)
+        source = source - source.min(axis=1, keepdims=True) // WAVEFRONT_BYTES * WAVEFRONT_BYTES
+        key = tuple(b"" if x is None else x.tobytes() for x in (place, active, source, reads))
+        found = self.kept.get(key)
+        if found is None:
+            shared, far = copy_traffic(place, source, self.width, self.bypass, active, reads)
+            if len(self.kept) == self.KEPT:
+                self.kept.clear()
+            found = self.kept[key] = tuple(int(x.sum()) for x in (*shared, *far))
+        counters, index = self.counters, self.index
+        counters.wavefronts[index] += found[0]
+        counters.ideal_wavefronts[index] += found[1]
+        counters.sectors[index] += found[2]
+        counters.ideal_sectors[index] += found[3]
+        written = len(places[0])
+        read = written if reads is None else np.count_nonzero(reads if active is None else reads & active)
+        counters.bytes[index] += (written + read) * self.width
 
 
 def _partial(far: GlobalAccess, group: Group, kept: Any, width: int) -> NDArray[np.uint8]:

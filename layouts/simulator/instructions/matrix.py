@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -31,20 +31,59 @@ def needs_whole_warps(machine: Machine, instruction: Instruction, group: Group) 
     return False
 
 
+class _Found(NamedTuple):
+    """Rows whose addresses are right.
+
+    Attributes:
+        flat: byte indices in shared memory, (n * matrices * 8,).
+        rows: the same in units of a row.
+        wavefronts, ideal: of all warps together.
+    """
+
+    flat: Any
+    rows: Any
+    wavefronts: int
+    ideal: int
+
+
+KEPT = 4  # of an instruction: loops come back to the same addresses, once for each stage of a pipeline
+
+
 class _Rows:
     """The 16-byte rows of matrices in shared memory: lane 8 i + j has the address of row j of matrix i."""
 
     def __init__(self, machine: Machine, instruction: Instruction, operand: Operand, matrices: int):
         self.machine, self.instruction, self.matrices = machine, instruction, matrices
         self.access = SharedAccess(machine, instruction, operand, ROW_BYTES)
+        self.kept: dict[tuple[bytes, bytes], _Found] = {}
 
     def find(self, group: Group, write: bool) -> Any:
         """The rows' indices in shared memory in units of a row, (n * matrices * 8,), or None if some are wrong."""
         machine, count = self.machine, self.matrices * MATRIX_ROWS
         if not needs_whole_warps(machine, self.instruction, group):
             return None
-        lanes = (group.slots[:, None] * LANES + np.arange(count)).ravel()
+        lanes = group.lanes if count == LANES else (group.slots[:, None] * LANES + np.arange(count)).ravel()
         address = self.access.addresses(group).reshape(-1, LANES)[:, :count].ravel()
+        key = address.tobytes(), group.slots.tobytes()
+        found = self.kept.get(key)
+        if found is None:
+            found = self._locate(group, lanes, address)
+            if found is None:
+                return None
+            if len(self.kept) == KEPT:
+                self.kept.clear()
+            self.kept[key] = found
+        counters, index = machine.counters, self.instruction.index
+        counters.wavefronts[index] += found.wavefronts
+        counters.ideal_wavefronts[index] += found.ideal
+        counters.bytes[index] += len(found.flat) * ROW_BYTES
+        if machine.shadow is not None:
+            check = machine.shadow.write if write else machine.shadow.read
+            check(lanes, found.flat, ROW_BYTES, index, aligned=True)
+        return found.rows
+
+    def _locate(self, group: Group, lanes: Any, address: Any) -> _Found | None:
+        machine, count = self.machine, self.matrices * MATRIX_ROWS
         wrong = (address < 0) | (address + ROW_BYTES > machine.smem_size) | (address & (ROW_BYTES - 1) != 0)
         if wrong.any():
             full = np.zeros((len(group.slots), LANES), bool)
@@ -52,15 +91,8 @@ class _Rows:
             self.access.complain(group, self.access.addresses(group), full.ravel())
             return None
         flat = address + machine.shared_base[lanes]
-        counters, index = machine.counters, self.instruction.index
         wavefronts, ideal = traffic.matrix_wavefronts(flat.reshape(-1, self.matrices, MATRIX_ROWS))
-        counters.wavefronts[index] += wavefronts.sum()
-        counters.ideal_wavefronts[index] += ideal.sum()
-        counters.bytes[index] += len(flat) * ROW_BYTES
-        if machine.shadow is not None:
-            check = machine.shadow.write if write else machine.shadow.read
-            check(lanes, flat, ROW_BYTES, index, aligned=True)
-        return flat // ROW_BYTES
+        return _Found(flat, flat // ROW_BYTES, int(wavefronts.sum()), int(ideal.sum()))
 
 
 def _matrices(instruction: Instruction) -> tuple[int, bool]:
@@ -129,10 +161,16 @@ def move_matrix(machine: Machine, instruction: Instruction) -> Handler:
 
 def _stack(group: Group, reads: list) -> Any:
     """(registers, n, 32) uint32."""
-    stacked = np.empty((len(reads), len(group.slots) * LANES), np.uint32)
-    for row, read in zip(stacked, reads, strict=True):
-        row[...] = read(group)
-    return stacked.reshape(len(reads), -1, LANES)
+    return _stack_all(group, [reads])[0]
+
+
+def _stack_all(group: Group, every: list[list]) -> Any:
+    """(operands, registers, n, 32) uint32."""
+    stacked = np.empty((len(every), len(every[0]), len(group.slots) * LANES), np.uint32)
+    for rows, reads in zip(stacked, every, strict=True):
+        for row, read in zip(rows, reads, strict=True):
+            row[...] = read(group)
+    return stacked.reshape(*stacked.shape[:2], -1, LANES)
 
 
 def fused_runs(machine: Machine, instructions: list[Instruction]) -> list[Instruction | Callable[[Group], None]]:
@@ -180,7 +218,7 @@ def _multiply(machine: Machine, run: list[Instruction]) -> Handler:
     def execute(group: Group) -> None:
         if not needs_whole_warps(machine, run[0], group):
             return
-        a, b, c = (np.stack([_stack(group, reads) for reads in every]) for every in (reads_a, reads_b, reads_c))
+        a, b, c = (_stack_all(group, every) for every in (reads_a, reads_b, reads_c))
         for puts, values in zip(writes, fragments.mma_many(form, a, b, c, pairs), strict=True):
             for put, value in zip(puts, values, strict=True):
                 put(group, value.ravel())
