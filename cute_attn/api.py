@@ -178,7 +178,7 @@ def warmup(
     head_dim: int | Sequence[int],
     head_dim_v: int | None = None,
     *,
-    dtypes: Sequence[torch.dtype] = (torch.float16, torch.bfloat16),
+    dtypes: torch.dtype | Sequence[torch.dtype] = (torch.float16, torch.bfloat16),
     causal: bool | Sequence[bool] = (False, True),
     window: Window | None = None,
     varlen: bool | Sequence[bool] = False,
@@ -196,7 +196,7 @@ def warmup(
     Args:
         head_dim: of q and k; several for a kernel each.
         head_dim_v: of v and out; None is head_dim.
-        dtypes: of the tensors.
+        dtypes: of the tensors; one or several.
         causal: as for ``attention``. Here and below, (False, True) prepares both.
         window: as for ``attention``.
         varlen: cumulative lengths are given.
@@ -212,10 +212,12 @@ def warmup(
         KernelCompileError: a kernel does not compile; the others are ready.
     """
     for dim in each(head_dim):
+        check_int("head_dim", dim)
         check_head_dim("head_dim", "it", dim)
     if head_dim_v is not None:
+        check_int("head_dim_v", head_dim_v)
         check_head_dim("head_dim_v", "it", head_dim_v)
-    for dtype in dtypes:
+    for dtype in each(dtypes):
         check_dtype("dtypes", "one of them", dtype)
     for argument, flags in (("varlen", varlen), ("return_lse", return_lse)):
         for flag in each(flags):
@@ -238,7 +240,7 @@ def warmup(
         )
         for dim, dtype, (window_left, window_right), packed, lse in product(
             each(head_dim),
-            dtypes,
+            each(dtypes),
             [window_widths(one, window) for one in each(causal)],
             each(varlen),
             each(return_lse),
@@ -258,6 +260,12 @@ def warmup(
 def each(values: T | Sequence[T]) -> Sequence[T]:
     """The values of an argument that takes one or several."""
     return values if isinstance(values, Sequence) and not isinstance(values, str) else (values,)
+
+
+def check_int(argument: str, value: object) -> None:
+    """Raises ValueError unless ``value`` is an int."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise argument_error(argument, "it", repr(value), "an int, or several")
 
 
 def cuda_device(device: Device) -> torch.device:

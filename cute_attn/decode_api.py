@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cute_attn import decode_launch, decode_ops
-from cute_attn.api import Device, cuda_device, each
+from cute_attn.api import Device, check_int, cuda_device, each
 from cute_attn.caches import (
     CACHE_DTYPES,
     PAGE_SIZE_MULTIPLE,
@@ -22,6 +22,7 @@ from cute_attn.caches import (
 )
 from cute_attn.checks import DTYPE_NAMES, check_dtype
 from cute_attn.compiler import workers
+from cute_attn.decode_call import check_counts, check_values
 from cute_attn.decode_configs import DecodeConfig, parse_decode_config
 from cute_attn.decode_options import (
     NO_SOFTCAP,
@@ -161,7 +162,7 @@ def decode(
         lengths = _lengths_on_device(lengths, q, cache)
     if check:
         tokens = q.shape[1] if q.dim() == 4 else q.shape[0] // max(lengths.numel(), 1)
-        check_values(cache, lengths, None if window is None or window == NO_WINDOW else window + tokens - 1)
+        check_values(cache, lengths, window, tokens)
     options = (
         NO_WINDOW if window is None else window_tokens(window),
         scale,
@@ -187,50 +188,22 @@ def _lengths_on_device(lengths: Lengths, q: Tensor, cache: Cache) -> Tensor:
         if lengths.dtype != torch.int32:
             raise argument_error("lengths", "dtype", lengths.dtype, "torch.int32")
         if not torch.compiler.is_compiling() and type(lengths) is Tensor:
-            _check_lengths(lengths.flatten().tolist(), cache.capacity)
+            check_counts(lengths.flatten().tolist(), cache.capacity)
         return lengths.to(q.device, non_blocking=True)
     if isinstance(lengths, int) and not isinstance(lengths, bool):
-        _check_lengths([lengths], cache.capacity)
+        check_counts([lengths], cache.capacity)
         return torch.full((cache.batch,), lengths, dtype=torch.int32, device=q.device)
     if not isinstance(lengths, (list, tuple)) or not all(type(length) is int for length in lengths):
         raise argument_error("lengths", "its type", type(lengths).__name__, "torch.Tensor, an int, or a list of ints")
-    _check_lengths(lengths, cache.capacity)
+    check_counts(lengths, cache.capacity)
     return torch.tensor(lengths, dtype=torch.int32, device=q.device)
-
-
-def _check_lengths(lengths: Sequence[int], capacity: int) -> None:
-    for i, length in enumerate(lengths):
-        if not 0 <= length <= capacity:
-            allowed = f"0 to {capacity}, the capacity of the cache"
-            raise argument_error("lengths", f"its element {i}", length, allowed)
-
-
-def check_values(cache: Cache, lengths: Tensor, seen: int | None = None) -> None:
-    """Raises ValueError unless lengths are within the cache and the page indices of their tokens within the pool.
-
-    This reads them on the host, and so waits for the GPU.
-
-    Args:
-        seen: how many of a sequence's last tokens its queries see; None for all.
-    """
-    counts = lengths.tolist()
-    _check_lengths(counts, cache.capacity)
-    if not isinstance(cache, PagedCache):
-        return
-    pages = cache.k.shape[0]
-    for table in (cache.k_page_table, cache.v_page_table):
-        for sequence, (row, count) in enumerate(zip(table.tolist(), counts, strict=False)):
-            first = 0 if seen is None else max(0, count - seen) // cache.page_size
-            for i in range(first, -(-count // cache.page_size)):
-                if not 0 <= row[i] < pages:
-                    raise argument_error("page_table", f"page {i} of sequence {sequence}", row[i], f"0 to {pages - 1}")
 
 
 def warmup_decode(
     head_dim: int | Sequence[int],
     *,
-    dtypes: Sequence[torch.dtype] = (torch.float16, torch.bfloat16),
-    cache_dtypes: Sequence[torch.dtype] | None = None,
+    dtypes: torch.dtype | Sequence[torch.dtype] = (torch.float16, torch.bfloat16),
+    cache_dtypes: torch.dtype | Sequence[torch.dtype] | None = None,
     page_size: int | Sequence[int] = 0,
     window: bool | Sequence[bool] = False,
     softcap: bool | Sequence[bool] = False,
@@ -246,7 +219,7 @@ def warmup_decode(
 
     Args:
         head_dim: of q and the cache; several for a kernel each.
-        dtypes: of q.
+        dtypes: of q; one or several.
         cache_dtypes: of the cache; None for that of q. 16-bit ones go with q's of the same dtype.
         page_size: tokens of a page; 0 for a contiguous cache.
         window: a window is given. Here and below, (False, True) prepares both.
@@ -277,8 +250,8 @@ def warmup_decode(
     named_devices = [cuda_device(device) for device in several]
     problems = [
         DecodeProblem(DTYPE_NAMES[dtype], CACHE_DTYPES[cache_dtype], dim, size, *chosen)
-        for dim, dtype, size in product(each(head_dim), dtypes, each(page_size))
-        for cache_dtype in ((dtype,) if cache_dtypes is None else cache_dtypes)
+        for dim, dtype, size in product(each(head_dim), each(dtypes), each(page_size))
+        for cache_dtype in ((dtype,) if cache_dtypes is None else each(cache_dtypes))
         if cache_dtype in QUANTISED or cache_dtype == dtype
         for chosen in product(*flags.values())
     ]
@@ -298,16 +271,17 @@ def warmup_decode(
 
 def _check_warmup(
     head_dim: int | Sequence[int],
-    dtypes: Sequence[torch.dtype],
-    cache_dtypes: Sequence[torch.dtype] | None,
+    dtypes: torch.dtype | Sequence[torch.dtype],
+    cache_dtypes: torch.dtype | Sequence[torch.dtype] | None,
     page_size: int | Sequence[int],
     rows: int | Sequence[int] | None,
 ) -> None:
     for dim in each(head_dim):
+        check_int("head_dim", dim)
         check_cache_head_dim("head_dim", dim)
-    for dtype in dtypes:
+    for dtype in each(dtypes):
         check_dtype("dtypes", "one of them", dtype)
-    for dtype in cache_dtypes or ():
+    for dtype in () if cache_dtypes is None else each(cache_dtypes):
         if dtype not in CACHE_DTYPES:
             raise argument_error("cache_dtypes", "one of them", dtype, ", ".join(map(str, CACHE_DTYPES)))
     for count in () if rows is None else each(rows):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from cute_attn.caches import QUANTISED, Cache
+from cute_attn.caches import QUANTISED, Cache, PagedCache
 from cute_attn.call import Shape
 from cute_attn.checks import check_dtype
 from cute_attn.decode_options import (
@@ -177,3 +178,34 @@ def guarded_tensors(
     if sinks is None and out is None:
         return q, *kv, lengths
     return (q, *kv, lengths, *(x for x in (sinks, out) if x is not None))
+
+
+def check_counts(lengths: Sequence[int], capacity: int) -> None:
+    """Raises ValueError unless a cache may hold so many tokens of each sequence."""
+    for i, length in enumerate(lengths):
+        if not 0 <= length <= capacity:
+            allowed = f"0 to {capacity}, the capacity of the cache"
+            raise argument_error("lengths", f"its element {i}", length, allowed)
+
+
+def check_values(cache: Cache, lengths: Tensor, window: int | None, q_len: int) -> None:
+    """Raises ValueError unless lengths are within the cache and the page indices of their tokens within the pool.
+
+    This reads them on the host, and so waits for the GPU.
+
+    Args:
+        window: tokens that a query sees; None or ``NO_WINDOW`` for all.
+        q_len: query tokens of a sequence.
+    """
+    counts = lengths.tolist()
+    check_counts(counts, cache.capacity)
+    if not isinstance(cache, PagedCache):
+        return
+    pages = cache.k.shape[0]
+    seen = None if window is None or window == NO_WINDOW else window + q_len - 1
+    for table in (cache.k_page_table, cache.v_page_table):
+        for sequence, (row, count) in enumerate(zip(table.tolist(), counts, strict=False)):
+            first = 0 if seen is None else max(0, count - seen) // cache.page_size
+            for i in range(first, -(-count // cache.page_size)):
+                if not 0 <= row[i] < pages:
+                    raise argument_error("page_table", f"page {i} of sequence {sequence}", row[i], f"0 to {pages - 1}")

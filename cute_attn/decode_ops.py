@@ -19,7 +19,7 @@ from torch import Tensor
 
 from cute_attn import decode_launch, reference
 from cute_attn.caches import QUANTISED, Cache, ContiguousCache, PagedCache
-from cute_attn.decode_call import DecodeCall, check_decode_call, reference_options
+from cute_attn.decode_call import DecodeCall, check_decode_call, check_values, reference_options
 from cute_attn.decode_configs import parse_decode_config
 from cute_attn.decode_options import DECODE_OPTIONS_SCHEMA, DecodeOptions
 from cute_attn.dispatch import Op, cast_to, register, watched
@@ -166,9 +166,10 @@ def decode_on_cpu(
 ) -> tuple[Tensor, Tensor | None]:
     """The reference, which refuses here what a kernel would refuse on any GPU."""
     call = DecodeCall(q, cache, lengths, options, out, return_lse)
-    check_decode_call(call)
+    sizes = check_decode_call(call)
     if options.config is not None:
         parse_decode_config(options.config)
+    check_values(cache, lengths, options.window, sizes.q_len)
     results = _results(call)
     for argument, x in (("q", q), ("out", results[0])):
         kernel_strides(argument, x.shape, x.stride())

@@ -361,3 +361,17 @@ def test_warmup_without_a_gpu_has_nothing_to_do() -> None:
     if torch.cuda.is_available():
         pytest.skip("has a GPU")
     assert cute_attn.warmup(head_dim=64) == []
+
+
+@pytest.mark.parametrize("wrong", [None, "64", 64.0, True])
+def test_warmups_take_ints(wrong: Any) -> None:
+    for warmup in (cute_attn.warmup, cute_attn.warmup_decode):
+        with pytest.raises(ValueError, match=r"head_dim: it is .*; allowed: an int, or several"):
+            warmup(wrong)
+
+
+def test_warmups_take_one_dtype_or_several() -> None:
+    cute_attn.warmup(64, dtypes=torch.float16)
+    cute_attn.warmup_decode(64, dtypes=torch.float16, cache_dtypes=torch.int8)
+    with pytest.raises(ValueError, match="dtypes: one of them"):
+        cute_attn.warmup(64, dtypes=torch.float32)

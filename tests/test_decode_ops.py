@@ -254,3 +254,11 @@ def test_plain_cuda_calls_skip_the_dispatcher(monkeypatch: pytest.MonkeyPatch) -
 
 def test_cpu_tensors_go_through_the_dispatcher() -> None:
     assert not decode_launch.dispatches_to_kernel(normal(3, 2, 4, 16), contiguous())
+
+
+def test_a_page_beyond_the_pool_is_refused_on_a_cpu() -> None:
+    cache = paged()
+    wrong = cute_attn.PagedCache(cache.k, cache.v, torch.full_like(cache.page_table, 99), cache.scale)
+    arguments = {**call(cache), "cache": wrong}
+    with pytest.raises(ValueError, match=r"page_table: page 0 of sequence . is 99; allowed: 0 to"):
+        cute_attn.decode(**arguments)
