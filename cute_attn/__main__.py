@@ -18,6 +18,7 @@ from cute_attn.compiler import cache, inventory, kernel_sets, workers
 from cute_attn.configs import default_config, parse_config
 from cute_attn.decode_configs import default_decode_config, parse_decode_config, seed_config
 from cute_attn.decode_problem import DecodeProblem
+from cute_attn.options import LAYOUTS, window_widths
 from cute_attn.problem import KernelSpec, PrefillProblem
 
 if TYPE_CHECKING:
@@ -165,8 +166,13 @@ def _add_simulate(commands: argparse._SubParsersAction[argparse.ArgumentParser])
         metavar="N",
         help="keys; decode: of the first sequence, later ones are a little shorter (default: 199)",
     )
+    simulate.add_argument("--lse", action="store_true", help="with the log-sum-exp")
+    prefill = simulate.add_argument_group("prefill alone")
+    prefill.add_argument(
+        "--varlen", action="store_true", help="packed sequences, each a little shorter than the one before"
+    )
+    prefill.add_argument("--layout", choices=LAYOUTS, help="of dense tensors (default: bhsd)")
     decode = _add_decode_choice(simulate)
-    decode.add_argument("--lse", action="store_true", help="with the log-sum-exp")
     decode.add_argument("--num-splits", type=_positive, metavar="N", help="blocks that share a sequence (default: 2)")
     simulate.add_argument("--schedule", choices=SCHEDULES, default=SCHEDULES[0], help="in which order warps run")
     simulate.add_argument("--seed", type=int, default=0, help="of the inputs and the random schedule (default: 0)")
@@ -274,18 +280,22 @@ def _simulate(options: argparse.Namespace) -> int:
 
 
 def _simulate_prefill(options: argparse.Namespace) -> Outcome:
-    from cute_attn.options import window_widths
     from cute_attn.simulation.outcome import Run
     from cute_attn.simulation.prefill import Call, simulate_prefill
 
-    _refuse(options, "--cache-dtype", "--page-size", "--softcap", "--sinks", "--lse", "--num-splits")
+    _refuse(options, "--cache-dtype", "--page-size", "--softcap", "--sinks", "--num-splits")
     window = options.window
     left, right = window_widths(options.causal, None if window is None else tuple(window))
     heads = options.heads or Call.heads
+    if options.varlen and options.layout:
+        raise ValueError("--layout is the order of dense tensors; with --varlen there is only one")
     sizes = options.batch or Call.batch, heads, options.kv_heads or heads, options.q_len or Call.q_len, options.k_len
-    spec = _spec(options, bounded_left=left >= 0, bounded_right=right >= 0)
+    layout = options.layout or Call.layout
+    spec = _spec(
+        options, bounded_left=left >= 0, bounded_right=right >= 0, varlen=options.varlen, return_lse=options.lse
+    )
     run = Run(options.schedule, options.seed, not options.unchecked)
-    return simulate_prefill(spec, Call(*sizes, left, right, options.seed), run)
+    return simulate_prefill(spec, Call(*sizes, left, right, options.seed, layout), run)
 
 
 def _simulate_decode(options: argparse.Namespace) -> Outcome:
@@ -293,6 +303,7 @@ def _simulate_decode(options: argparse.Namespace) -> Outcome:
     from cute_attn.simulation.decode import DecodeCall, simulate_decode
     from cute_attn.simulation.outcome import Run
 
+    _refuse(options, "--layout")
     window = options.window
     if window is not None and len(window) != 1:
         raise ValueError(f"--window of decode must be one number, got {len(window)}")
@@ -308,7 +319,7 @@ def _simulate_decode(options: argparse.Namespace) -> Outcome:
     }
     call = DecodeCall(**{field: value for field, value in given.items() if value is not None})
     check_window(call.window)
-    options.window, options.rows, options.varlen = window is not None, call.rows, False
+    options.window, options.rows = window is not None, call.rows
     run = Run(options.schedule, options.seed, not options.unchecked)
     return simulate_decode(_decode_spec(options), call, run)
 

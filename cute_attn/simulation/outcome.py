@@ -77,7 +77,7 @@ class Outcome:
         kernel: the name of its spec.
         call: what was run, a frozen dataclass.
         report: the simulator's.
-        rows: of out, (batch, head, query).
+        rows: of out: a head and a query each.
         wrong_rows: how many of them are further from the reference than allowed, or have NaN.
         largest_error: over all elements of out; NaN if one of them was not written.
         largest_allowed: of the rows' bounds, the largest.

@@ -13,12 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from layouts.simulator import checks
+from layouts.simulator.analysis import Analysis, analysis_of
 from layouts.simulator.clocks import Clocks
-from layouts.simulator.definition import maybe_unwritten
 from layouts.simulator.errors import UnknownInstructionError
-from layouts.simulator.flow import Block, blocks_of, meeting_points
 from layouts.simulator.group import LANES, Group, Lanes
-from layouts.simulator.in_flight import early_uses
+from layouts.simulator.instructions import machine_code
 from layouts.simulator.memory import AddressError, GlobalMemory
 from layouts.simulator.operands import RAW
 from layouts.simulator.ptx import Instruction, Kernel, Register
@@ -94,12 +93,13 @@ class Machine:
         self.num_lanes = self.warps * self.ctas * LANES
         self.counters, self.findings = counters, findings
         self.files = {kind: np.zeros((rows, self.num_lanes), RAW[kind]) for kind, rows in kernel.registers.items()}
-        unwritten = maybe_unwritten(kernel) if checked else {}
+        analysis = analysis_of(kernel)
+        unwritten = analysis.unwritten if checked else {}
         self.tracked: dict[Register, NDArray[np.bool_]] = {
             register: np.zeros(self.num_lanes, bool) for registers in unwritten.values() for register in registers
         }
         self._reads_to_check = unwritten
-        self.early_uses = early_uses(kernel) if checked else {}
+        self.early_uses = analysis.early_uses if checked else {}
         dynamic = max(kernel.shared.values(), default=0) + smem_bytes
         size = max(dynamic, kernel.static_smem_bytes, 1)
         self.shared = SharedMemory(self.ctas, -(-size // SHARED_ALIGNMENT) * SHARED_ALIGNMENT)
@@ -113,8 +113,7 @@ class Machine:
         self.clocks: Clocks | None = Clocks(self.warps, self.ctas) if checked else None
         self.shadow: SharedShadow | None = None
         if self.clocks is not None:
-            granule = finest_shared_access(kernel)
-            self.shadow = SharedShadow(self.clocks, self.shared.bytes_per_cta, granule, self._report)
+            self.shadow = SharedShadow(self.clocks, self.shared.bytes_per_cta, analysis.granule, self._report)
         self.events = 0
         self.delayed: list[Callable[[], None]] = []
         self.ready: list[Group] = []
@@ -122,15 +121,12 @@ class Machine:
         self.at_end: list[Callable[[], None]] = []
         self.state: dict[str, Any] = {}
         self._special = self._special_registers()
-        self._link()
+        self._link(analysis)
 
-    def _link(self) -> None:
+    def _link(self, analysis: Analysis) -> None:
         """Turn every instruction into a function."""
-        from layouts.simulator.instructions import machine_code
-
         code = machine_code.load()
-        self.blocks: dict[int, Block] = blocks_of(self.kernel, frozenset(code.controls))
-        self.meeting = meeting_points(self.blocks)
+        self.blocks, self.meeting = analysis.blocks, analysis.meeting
         self.code: dict[int, tuple[list[Handler], Control]] = {}
         for start, block in self.blocks.items():
             self.code[start] = code.link(self, block)
@@ -241,24 +237,3 @@ class Machine:
         for part in parts:
             active = ~self.exited.reshape(-1, LANES)[part].ravel()
             self.ready.append(Group(0, part, None if active.all() else active))
-
-
-def finest_shared_access(kernel: Kernel) -> int:
-    """The smallest number of bytes that any instruction accesses in shared memory at once, at most 16."""
-    finest = 16
-    for instruction in kernel.instructions:
-        parts = instruction.parts
-        if parts[0] == "mbarrier":
-            finest = min(finest, 8)
-        if not any(part.startswith("shared") for part in parts) or parts[0] not in ("ld", "st", "atom", "red", "cp"):
-            if parts[0] in ("ld", "st") and not any(p in ("global", "param", "local", "const") for p in parts):
-                finest = min(finest, 4)  # a generic address
-            continue
-        if parts[0] == "cp":
-            sizes = [getattr(operand, "value", 16) for operand in instruction.operands[2:3]]
-            finest = min([finest, *sizes])
-            continue
-        bits = int("".join(letter for letter in parts[-1] if letter.isdigit()).removesuffix("x2") or 32)
-        vector = next((int(part[1:]) for part in parts if part in ("v2", "v4", "v8")), 1)
-        finest = min(finest, bits // 8 * vector)
-    return finest

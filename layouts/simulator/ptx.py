@@ -126,7 +126,7 @@ class Parameter:
     size: int
 
 
-@dataclass
+@dataclass(eq=False)  # two are equal only if they are the same: what is known of a kernel is kept by it
 class Kernel:
     """An entry, parsed.
 

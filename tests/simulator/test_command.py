@@ -63,7 +63,7 @@ def test_json(kernel: Any, capsys: Capture) -> None:
     assert 0 < values["largest_error"] <= values["largest_allowed"]
     assert (values["rows"], values["wrong_rows"]) == (74, 0)
     expected = {"batch": 1, "heads": 2, "kv_heads": 1, "q_len": 37, "k_len": 50}
-    assert values["call"] == {**expected, "window_left": -1, "window_right": 0, "seed": 5}
+    assert values["call"] == {**expected, "window_left": -1, "window_right": 0, "seed": 5, "layout": "bhsd"}
     assert values["report"]["schedule"] == "random"
     assert values["report"]["totals"]["excess_wavefronts"] == 0
 
@@ -106,6 +106,16 @@ def test_a_finding_is_a_fault_though_the_numbers_are_right(
     assert "race x" in output
 
 
+@pytest.mark.parametrize("layout", ["bshd", "packed"])
+def test_layouts_of_prefill(layout: str, capsys: Capture) -> None:
+    options = ("--varlen", "--batch", "3") if layout == "packed" else ("--layout", layout, "--batch", "2")
+    sizes = ("--head-dim-v", "72", "--q-len", "30", "--k-len", "20")  # of the third packed sequence nothing is left
+    assert command.main([*CHOICE, "--lse", "--json", *sizes, *options]) == 0
+    values = json.loads(capsys.readouterr().out)
+    assert values["ok"]
+    assert values["rows"] == 2 * (30 + 13 if layout == "packed" else 2 * 30)
+
+
 DECODE = ("simulate", "decode", "--head-dim", "64", "--arch", "sm_90a", "--dtype", "bfloat16")
 EVERYTHING = ("--page-size", "16", "--cache-dtype", "int8", "--window", "50", "--softcap", "--sinks", "--lse")
 
@@ -141,6 +151,7 @@ def test_largest_error_is_null_where_it_is_nan(capsys: Capture) -> None:
         ("--heads 3 --kv-heads 2", "kv_heads: it is 2; allowed: a divisor of heads, 3"),
         ("--window -2 4", "window: its left width is -2"),
         ("--page-size 16", "--page-size is no option of prefill"),
+        ("--varlen --layout bshd", "--layout is the order of dense tensors"),
         ("--config huge", "config: it is 'huge'; allowed: seed_64x64_1stage"),
     ],
 )
