@@ -121,8 +121,8 @@ def attention(
         scale: a finite float, which may be negative or 0; None is 1 / sqrt(head_dim).
         cu_seqlens_q: int32 (batch + 1,) on q's device, dense: sequence i has the queries from cu_seqlens_q[i] up to
             cu_seqlens_q[i + 1]. It starts at 0, never falls and ends at most at total_q. On a GPU these values are not
-            checked, as that would wait for the device: wrong ones read or write beyond the tensors. Rows of no
-            sequence are left as they are in ``out``, and undefined without it.
+            checked, as that would wait for the device: wrong ones give wrong rows, never an access beyond the
+            tensors. Rows of no sequence are left as they are in ``out``, and undefined without it.
         cu_seqlens_k: the same for keys; both or neither are given.
         max_seqlen_q: taken for compatibility and not needed: nothing depends on it. An int from 0, or None.
         max_seqlen_k: the same.

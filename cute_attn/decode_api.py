@@ -120,7 +120,8 @@ def decode(
         scale: multiplies q k^T; a finite float, None for 1 / sqrt(head_dim).
         window: a query sees at most so many tokens, its own counted, from 1; None or -1 for all.
         softcap: scores become softcap * tanh(score / softcap); None or 0 for no cap.
-        sinks: float32 (heads,): a logit of each head that takes part in its softmax and has no value.
+        sinks: float32 (heads,): a logit of each head that takes part in its softmax and has no value; finite or -inf,
+            which is none.
         num_splits: blocks that share a sequence's tokens; None has it chosen from the shapes and the GPU.
         split_size: instead, tokens of one block, rounded up to whole tiles: a row's bits then depend on nothing but its
             own query, tokens and this. Not together with ``num_splits``.
@@ -196,7 +197,8 @@ def _lengths_on_device(lengths: Lengths, q: Tensor, cache: Cache) -> Tensor:
             raise argument_error("lengths", "dtype", lengths.dtype, "torch.int32")
         if not torch.compiler.is_compiling() and type(lengths) is Tensor:
             check_counts(lengths.flatten().tolist(), cache.capacity)
-        return lengths.to(q.device, non_blocking=True)
+        # A copy from pinned memory would run later, and see what the caller has made of it by then.
+        return lengths.to(q.device, non_blocking=not lengths.is_pinned())
     if isinstance(lengths, int) and not isinstance(lengths, bool):
         check_counts([lengths], cache.capacity)
         return torch.full((cache.batch,), lengths, dtype=torch.int32, device=q.device)

@@ -358,3 +358,12 @@ def test_warmup_of_nothing_is_refused(argument: str) -> None:
 def test_warmup_of_a_cache_that_no_query_reads_is_refused() -> None:
     with pytest.raises(ValueError, match=r"cache_dtypes: it is torch.bfloat16; allowed: .* one of torch.float16"):
         cute_attn.warmup_decode(64, dtypes=torch.float16, cache_dtypes=torch.bfloat16)
+
+
+def test_merging_keeps_the_sign_of_zero() -> None:
+    out = torch.tensor([[-0.0, 0.0, 1.0]])
+    lse, none = torch.zeros(1), torch.full((1,), -math.inf)
+    for outs, lses in (([out], [lse]), ([out, out + 1], [lse, none]), ([out + 1, out], [none, lse])):
+        merged, _ = cute_attn.merge(outs, lses)
+        assert torch.equal(merged.signbit(), out.signbit())
+        assert torch.equal(merged, out)
