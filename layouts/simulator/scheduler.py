@@ -12,6 +12,7 @@ from layouts.simulator.machine import Machine
 SCHEDULES = ("lockstep", "serial", "reversed", "random")
 SPINS = 3  # polls of an mbarrier with nothing happening between, after which a warp is stuck
 MAX_BLOCKS = 20_000_000
+FAIR_TURN = 1024  # so often the warp that has waited longest runs, whatever the schedule: another may spin on its flag
 
 
 def run(machine: Machine, schedule: str, seed: int) -> None:
@@ -29,7 +30,7 @@ def run(machine: Machine, schedule: str, seed: int) -> None:
     pick = _picker(machine, schedule, chance)
     executions = dict.fromkeys(machine.blocks, 0)
     lanes = dict.fromkeys(machine.blocks, 0)
-    for _ in range(MAX_BLOCKS):
+    for turn in range(1, MAX_BLOCKS + 1):
         candidates = [group for group in machine.ready if group.seen != machine.events]
         if not candidates:  # a poll in vain is no wait: a kernel that goes on regardless must see what it gets
             candidates = [group for group in machine.ready if group.stalled == 1]
@@ -44,7 +45,7 @@ def run(machine: Machine, schedule: str, seed: int) -> None:
         elif schedule == "random" and machine.delayed and chance.random() < 0.1:
             machine.delayed.pop(0)()
             machine.events += 1
-        group = pick(candidates)
+        group = pick(candidates) if turn % FAIR_TURN else _longest_waiting(machine, candidates)
         handlers, control = machine.code[group.pc]
         executions[group.pc] += len(group.slots)
         lanes[group.pc] += group.num_lanes
@@ -59,6 +60,12 @@ def run(machine: Machine, schedule: str, seed: int) -> None:
     for check in machine.at_end:
         check()
     _report_stuck(machine)
+
+
+def _longest_waiting(machine: Machine, groups: list[Group]) -> Group:
+    """The ready ones stand in the order in which they last ran."""
+    machine.ready.remove(groups[0])
+    return groups[0]
 
 
 def _picker(machine: Machine, schedule: str, chance: random.Random) -> Callable[[list[Group]], Group]:

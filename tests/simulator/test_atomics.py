@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from layouts.simulator.errors import UnknownInstructionError
+from layouts.simulator.simulate import simulate
 from tests.simulator.module import launch, place
 from tests.simulator.small import kinds
 
@@ -202,3 +203,40 @@ END:
         assert not launch(body, memory, out, grid=blocks, block=32, schedule=schedule).findings
         assert (out == turn * blocks * (blocks + 1) // 2).all()
         assert memory[0] == 0
+
+
+SPIN = """
+.version 8.0
+.target sm_80
+.address_size 64
+.visible .entry k(.param .u64 flag, .param .u64 out)
+{
+    .reg .pred %p<4>;
+    .reg .b32 %r<8>;
+    .reg .b64 %rd<8>;
+    ld.param.u64 %rd1, [flag];
+    ld.param.u64 %rd2, [out];
+    mov.u32 %r1, %ctaid.x;
+    setp.ne.u32 %p1, %r1, WAITS;
+    @%p1 bra SETS;
+SPIN:
+    ld.acquire.gpu.global.u32 %r2, [%rd1];
+    setp.eq.u32 %p2, %r2, 0;
+    @%p2 bra SPIN;
+    st.global.u32 [%rd2], %r2;
+    ret;
+SETS:
+    mov.u32 %r3, 7;
+    st.release.gpu.global.u32 [%rd1], %r3;
+    ret;
+}
+"""
+
+
+@every_schedule
+@pytest.mark.parametrize("waits", ["0", "1"])
+def test_a_block_that_spins_lets_the_other_set_its_flag(schedule: str, waits: str) -> None:
+    flag, out = np.zeros(1, np.uint32), np.zeros(1, np.uint32)
+    report = simulate(SPIN.replace("WAITS", waits), [flag, out], grid=2, block=32, schedule=schedule)
+    assert out.tolist() == [7]
+    assert not report.findings
