@@ -32,6 +32,8 @@ gpu-test: ## the tests that need a GPU, recorded in benchmarks/results/gpu_tests
 
 bench: ## speed and host time beside the peers, on a GPU, into benchmarks/results
 	@$(BENCH) -m benchmarks prefill --json benchmarks/results/prefill.json
+	@$(BENCH) -m benchmarks decode --configs seed --json benchmarks/results/decode.json
+	@$(BENCH) -m benchmarks decode-sweep --json benchmarks/results/decode_sweep.json
 	@$(BENCH) -m benchmarks host --json benchmarks/results/host.json
 	@$(BENCH) -m benchmarks picture
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from itertools import product
 from typing import Literal, TypeVar, overload
@@ -120,8 +121,8 @@ def attention(
         scale: a finite float, which may be negative or 0; None is 1 / sqrt(head_dim).
         cu_seqlens_q: int32 (batch + 1,) on q's device, dense: sequence i has the queries from cu_seqlens_q[i] up to
             cu_seqlens_q[i + 1]. It starts at 0, never falls and ends at most at total_q. On a GPU these values are not
-            checked, as that would wait for the device: wrong ones read or write beyond the tensors. Rows of no
-            sequence are left as they are in ``out``, and undefined without it.
+            checked, as that would wait for the device: wrong ones give wrong rows, never an access beyond the
+            tensors. Rows of no sequence are left as they are in ``out``, and undefined without it.
         cu_seqlens_k: the same for keys; both or neither are given.
         max_seqlen_q: taken for compatibility and not needed: nothing depends on it. An int from 0, or None.
         max_seqlen_k: the same.
@@ -211,6 +212,7 @@ def warmup(
         ValueError: an argument is wrong.
         KernelCompileError: a kernel does not compile; the others are ready.
     """
+    check_some(head_dim=head_dim, dtypes=dtypes, causal=causal, varlen=varlen, return_lse=return_lse, devices=devices)
     for dim in each(head_dim):
         check_int("head_dim", dim)
         check_head_dim("head_dim", "it", dim)
@@ -262,6 +264,13 @@ def each(values: T | Sequence[T]) -> Sequence[T]:
     return values if isinstance(values, Sequence) and not isinstance(values, str) else (values,)
 
 
+def check_some(**arguments: object) -> None:
+    """Raises ValueError if an argument that takes several is empty: nothing would be prepared."""
+    for argument, values in arguments.items():
+        if isinstance(values, Sequence) and not values:
+            raise argument_error(argument, "its length", 0, "at least 1")
+
+
 def check_int(argument: str, value: object) -> None:
     """Raises ValueError unless ``value`` is an int."""
     if not isinstance(value, int) or isinstance(value, bool):
@@ -274,10 +283,10 @@ def cuda_device(device: Device) -> torch.device:
     Raises:
         ValueError: it is no CUDA device.
     """
-    try:
-        named = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
-    except RuntimeError:  # a name that torch does not know
-        named = None
+    named = None
+    if isinstance(device, (int, str, torch.device)) and not isinstance(device, bool):
+        with contextlib.suppress(RuntimeError):  # of a name that torch does not know
+            named = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
     if named is None or named.type != "cuda":
         raise argument_error("devices", "one of them", repr(device), "CUDA devices")
     return named

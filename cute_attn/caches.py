@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from cute_attn.checks import check_plain
 from cute_attn.errors import argument_error
 from cute_attn.memory import ALIGNMENT
 
@@ -72,6 +73,10 @@ class ContiguousCache:
         _set_scales(self)
         _set_key(self, ())
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies and pickles are made anew: what was derived from the fields must look at the copies' own memory."""
+        return type(self), (self.k, self.v, self.scale)
+
     @property
     def batch(self) -> int:
         """Sequences."""
@@ -126,6 +131,10 @@ class PagedCache:
         object.__setattr__(self, "k_page_table", k_table)
         object.__setattr__(self, "v_page_table", v_table)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """As of ``ContiguousCache``."""
+        return type(self), (self.k, self.v, self.page_table, self.scale)
+
     @property
     def batch(self) -> int:
         """Sequences."""
@@ -172,6 +181,8 @@ def _set_key(cache: Cache, table_kind: tuple[Any, ...]) -> None:
     if not (isinstance(k, Tensor) and isinstance(v, Tensor)):
         argument, x = ("v", v) if isinstance(k, Tensor) else ("k", k)
         raise argument_error(argument, "its type", type(x).__name__, "torch.Tensor")
+    if not torch.compiler.is_compiling():
+        check_plain(k=k, v=v)
     if torch.compiler.is_compiling() or not (_has_memory(k) and _has_memory(v)):
         _check(cache)
         _set_bits(cache)

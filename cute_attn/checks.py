@@ -43,6 +43,14 @@ def check_dtype(argument: str, what: str, dtype: torch.dtype) -> None:
         raise argument_error(argument, what, dtype, "torch.float16, torch.bfloat16 (cute_attn.reference takes others)")
 
 
+def check_plain(**tensors: Tensor | None) -> None:
+    """Raises ValueError if a tensor is sparse, nested or of torch's quantised kind."""
+    for argument, x in tensors.items():
+        if x is not None and (x.layout != torch.strided or x.is_nested or x.is_quantized):
+            kind = "quantised" if x.is_quantized else "nested" if x.is_nested else x.layout
+            raise argument_error(argument, "layout", kind, "torch.strided")
+
+
 def check_head_dim(argument: str, what: str, head_dim: int) -> None:
     """Raises ValueError unless kernels take ``head_dim``."""
     if head_dim % HEAD_DIM_MULTIPLE or not 0 < head_dim <= MAX_HEAD_DIM:

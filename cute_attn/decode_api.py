@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cute_attn import decode_launch, decode_ops
-from cute_attn.api import Device, check_int, cuda_device, each
+from cute_attn.api import Device, check_int, check_some, cuda_device, each
 from cute_attn.caches import (
     CACHE_DTYPES,
     PAGE_SIZE_MULTIPLE,
@@ -22,7 +22,7 @@ from cute_attn.caches import (
 )
 from cute_attn.checks import DTYPE_NAMES, check_dtype
 from cute_attn.compiler import workers
-from cute_attn.decode_call import check_counts, check_values
+from cute_attn.decode_call import DecodeCall, check_counts, check_decode_call, check_values
 from cute_attn.decode_configs import DecodeConfig, parse_decode_config
 from cute_attn.decode_options import (
     NO_SOFTCAP,
@@ -37,7 +37,7 @@ from cute_attn.decode_options import (
 from cute_attn.decode_plan import DecodeKey, decode_config, decode_kernel_spec
 from cute_attn.decode_problem import DecodeProblem
 from cute_attn.errors import argument_error
-from cute_attn.options import check_flag, check_scale
+from cute_attn.options import MAX_LENGTH, check_flag, check_scale
 from cute_attn.plan import device_arch
 
 Lengths = Tensor | Sequence[int] | int
@@ -120,7 +120,8 @@ def decode(
         scale: multiplies q k^T; a finite float, None for 1 / sqrt(head_dim).
         window: a query sees at most so many tokens, its own counted, from 1; None or -1 for all.
         softcap: scores become softcap * tanh(score / softcap); None or 0 for no cap.
-        sinks: float32 (heads,): a logit of each head that takes part in its softmax and has no value.
+        sinks: float32 (heads,): a logit of each head that takes part in its softmax and has no value; finite or -inf,
+            which is none.
         num_splits: blocks that share a sequence's tokens; None has it chosen from the shapes and the GPU.
         split_size: instead, tokens of one block, rounded up to whole tiles: a row's bits then depend on nothing but its
             own query, tokens and this. Not together with ``num_splits``.
@@ -160,20 +161,27 @@ def decode(
         check_flag("check", check)
     if not isinstance(lengths, Tensor) or (lengths.is_cpu and not q.is_cpu):
         lengths = _lengths_on_device(lengths, q, cache)
-    if check:
-        tokens = q.shape[1] if q.dim() == 4 else q.shape[0] // max(lengths.numel(), 1)
-        check_values(cache, lengths, window, tokens)
     options = (
         NO_WINDOW if window is None else window_tokens(window),
         scale,
         0.0 if softcap is None else softcap,  # no constant, which torch.compile would take for an input
         sinks,
         UNSET if num_splits is None else num_splits,
-        UNSET if split_size is None else split_size,
+        UNSET if split_size is None else min(split_size, MAX_LENGTH),
         None if config is None else decode_config_name(config),
     )
+    if check:
+        _check_values(DecodeCall(q, cache, lengths, DecodeOptions(*options), out, return_lse))
     result, lse = decode_ops.decode(q, cache, lengths, options, out, return_lse)
     return result if lse is None else (result, lse)
+
+
+def _check_values(call: DecodeCall) -> None:
+    """What ``check`` asks for, once the tensors are known to fit together."""
+    sizes = check_decode_call(call)
+    if call.lengths.is_meta:
+        raise argument_error("check", "it", True, "False for tensors without values")
+    check_values(call.cache, call.lengths, call.options.window, sizes.q_len)
 
 
 def _check_optional_tensors(**arguments: object) -> None:
@@ -189,12 +197,16 @@ def _lengths_on_device(lengths: Lengths, q: Tensor, cache: Cache) -> Tensor:
             raise argument_error("lengths", "dtype", lengths.dtype, "torch.int32")
         if not torch.compiler.is_compiling() and type(lengths) is Tensor:
             check_counts(lengths.flatten().tolist(), cache.capacity)
-        return lengths.to(q.device, non_blocking=True)
+        # A copy from pinned memory would run later, and see what the caller has made of it by then.
+        return lengths.to(q.device, non_blocking=not lengths.is_pinned())
     if isinstance(lengths, int) and not isinstance(lengths, bool):
         check_counts([lengths], cache.capacity)
         return torch.full((cache.batch,), lengths, dtype=torch.int32, device=q.device)
-    if not isinstance(lengths, (list, tuple)) or not all(type(length) is int for length in lengths):
+    if not isinstance(lengths, (list, tuple)):
         raise argument_error("lengths", "its type", type(lengths).__name__, "torch.Tensor, an int, or a list of ints")
+    for i, length in enumerate(lengths):
+        if type(length) is not int:
+            raise argument_error("lengths", f"its element {i}", repr(length), "an int")
     check_counts(lengths, cache.capacity)
     return torch.tensor(lengths, dtype=torch.int32, device=q.device)
 
@@ -240,6 +252,7 @@ def warmup_decode(
     """
     _check_warmup(head_dim, dtypes, cache_dtypes, page_size, rows)
     flags = {"window": each(window), "softcap": each(softcap), "sinks": each(sinks), "return_lse": each(return_lse)}
+    check_some(**flags, devices=devices)
     for argument, values in flags.items():
         for value in values:
             check_flag(argument, value)
@@ -255,6 +268,9 @@ def warmup_decode(
         if cache_dtype in QUANTISED or cache_dtype == dtype
         for chosen in product(*flags.values())
     ]
+    if not problems:
+        allowed = f"quantised ones, or one of {', '.join(map(str, each(dtypes)))}"
+        raise argument_error("cache_dtypes", "it", cache_dtypes, allowed)
     if not torch.cuda.is_available():
         return []
     indices = [torch.cuda.current_device() if device.index is None else device.index for device in named_devices]
@@ -276,6 +292,7 @@ def _check_warmup(
     page_size: int | Sequence[int],
     rows: int | Sequence[int] | None,
 ) -> None:
+    check_some(head_dim=head_dim, dtypes=dtypes, cache_dtypes=cache_dtypes, page_size=page_size, rows=rows)
     for dim in each(head_dim):
         check_int("head_dim", dim)
         check_cache_head_dim("head_dim", dim)

@@ -63,7 +63,7 @@ def decode_directly(
         if not dispatches_to_kernel(q, cache):
             return None
         plan = find_plan(q, cache, lengths, options, out, return_lse)
-        latest.keep(kind, plan)
+        latest.keep(kind, tensors, plan)
     return run(plan, (q, cache, lengths), sinks, out)
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from cute_attn import decode_launch, reference
 from cute_attn.caches import QUANTISED, Cache, ContiguousCache, PagedCache
+from cute_attn.checks import check_plain
 from cute_attn.decode_call import DecodeCall, check_decode_call, check_values, reference_options
 from cute_attn.decode_configs import parse_decode_config
 from cute_attn.decode_options import DECODE_OPTIONS_SCHEMA, DecodeOptions
@@ -106,6 +107,7 @@ def decode(
         results = decode_launch.decode_directly(q, cache, lengths, options, out, return_lse)
         if results is not None:
             return results
+        check_plain(q=q, lengths=lengths, out=out)
     rest = (*CacheParts.of(cache), *options)
     if out is None:
         if return_lse:

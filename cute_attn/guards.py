@@ -2,7 +2,8 @@
 
 torch's compiled functions recognise their inputs by guards: one call compares the types, dtypes, devices, sizes,
 strides and requires_grad of several tensors, and whatever else decides how torch dispatches them (autocast, transforms,
-inference mode). ``dispatch.watched`` tells what they do not see.
+inference mode). They do not see whether gradients are enabled, so no plan is kept for tensors that require one, nor
+what ``dispatch.watched`` tells.
 """
 
 from __future__ import annotations
@@ -54,8 +55,10 @@ class LatestPlans(Generic[P]):
         plan = self._plans.get(kind)
         return plan if plan is not None and plan.guard is not None and plan.guard(*tensors) else None
 
-    def keep(self, kind: object, plan: P) -> None:
-        """Have it found by the next call of the kind."""
+    def keep(self, kind: object, tensors: Sequence[Tensor], plan: P) -> None:
+        """Have a plan that serves the tensors found by the next call of the kind with such ones."""
+        if any(x.requires_grad for x in tensors):
+            return
         if len(self._plans) >= MAX_KINDS:
             self._plans.clear()
         self._plans[kind] = plan

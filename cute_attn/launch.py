@@ -55,7 +55,7 @@ def attend_directly(
         if not dispatches_to_kernel(q, k, v):
             return None
         plan = find_plan(q, k, v, options, out, return_lse)
-        latest.keep(kind, plan)
+        latest.keep(kind, tensors, plan)
     return run(plan, (q, k, v), options, out)
 
 

@@ -91,10 +91,18 @@ def check_own_memory(out: Tensor) -> None:
 
 def check_apart(out: Tensor, **inputs: Tensor) -> None:
     """Raises ValueError if ``out`` shares an element's memory with an input."""
-    storage = out.untyped_storage().data_ptr()
+    begin, end = _reach(out)
     for argument, x in inputs.items():
-        if x.untyped_storage().data_ptr() == storage and _share_elements(out, x):
+        other_begin, other_end = _reach(x)
+        if other_begin < end and begin < other_end and _share_elements(out, x):
             raise argument_error("out", "its memory", f"shared with {argument}", "memory that no input uses")
+
+
+def _reach(x: Tensor) -> tuple[int, int]:
+    """The addresses between which a tensor's memory lies, with those of others that are views of the same."""
+    storage = x.untyped_storage()
+    begin = storage.data_ptr()
+    return begin, begin + storage.nbytes()
 
 
 def _share_elements(a: Tensor, b: Tensor) -> bool:

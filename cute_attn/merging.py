@@ -30,7 +30,7 @@ def merge(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tenso
 
     Args:
         outs: of each part, (..., heads, head_dim): float16, bfloat16 or float32, all of one shape, dtype and device.
-        lses: of each part, the natural log-sum-exp, float32 (..., heads).
+        lses: of each part, the natural log-sum-exp, float32 (..., heads), finite or -inf.
 
     Returns:
         out, contiguous, of the parts' dtype, and lse, float32.
@@ -55,13 +55,16 @@ def _merge(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
     # Where every part is empty, -inf - -inf would be NaN.
     base = largest.masked_fill(largest == -math.inf, 0.0)
     total = torch.zeros_like(largest)
-    merged = torch.zeros(outs[0].shape, dtype=torch.float32, device=outs[0].device)
+    # -0 + x is x for every x, also for -0.
+    merged = torch.full(outs[0].shape, -0.0, dtype=torch.float32, device=outs[0].device)
     for out, lse in zip(outs, lses, strict=True):
         weight = torch.exp(lse - base)
         total += weight
         weight = weight[..., None]
-        merged += torch.where(weight == 0, 0.0, weight * out)
-    merged /= torch.where(total == 0, 1.0, total)[..., None]
+        merged = torch.where(weight == 0, merged, merged + weight * out)
+    total = total[..., None]
+    merged = torch.where(total == 0, 0.0, merged / total)
+    total = total[..., 0]
     return merged.to(outs[0].dtype), (largest + torch.log(total)).contiguous()
 
 

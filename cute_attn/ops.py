@@ -18,7 +18,7 @@ from torch import Tensor
 
 from cute_attn import launch, reference
 from cute_attn.call import Sizes
-from cute_attn.checks import check_inputs, check_out
+from cute_attn.checks import check_inputs, check_out, check_plain
 from cute_attn.configs import parse_config
 from cute_attn.dispatch import Op, cast_to, register, watched
 from cute_attn.memory import check_addresses, check_apart, check_limits, check_own_memory, kernel_strides
@@ -48,6 +48,7 @@ def attend(
         results = launch.attend_directly(q, k, v, options, out, return_lse)
         if results is not None:
             return results
+        check_plain(q=q, k=k, v=v, out=out)
     if out is None:
         if return_lse:
             return torch.ops.cute_attn.prefill_lse.default(q, k, v, *options)

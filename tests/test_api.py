@@ -375,3 +375,30 @@ def test_warmups_take_one_dtype_or_several() -> None:
     cute_attn.warmup_decode(64, dtypes=torch.float16, cache_dtypes=torch.int8)
     with pytest.raises(ValueError, match="dtypes: one of them"):
         cute_attn.warmup(64, dtypes=torch.float32)
+
+
+STRANGE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "sparse": lambda x: x.float().to_sparse(),
+    "mkldnn": lambda x: x.float().to_mkldnn(),
+    "quantised": lambda x: torch.quantize_per_tensor(x.float(), 0.1, 0, torch.qint8),
+}
+
+
+@pytest.mark.parametrize("kind", STRANGE)
+def test_only_plain_tensors_are_taken(kind: str) -> None:
+    q, k, v = (torch.zeros(1, 2, 5, 64, dtype=torch.float16) for _ in range(3))
+    with pytest.raises(ValueError, match=r"k: layout is .*; allowed: torch.strided"):
+        cute_attn.attention(q, STRANGE[kind](k), v)
+
+
+def test_out_may_not_share_memory_through_another_storage() -> None:
+    base = torch.zeros(3, 2, 5, 64, dtype=torch.float16)
+    k, v = torch.zeros(2, 2, 2, 5, 64, dtype=torch.float16)
+    with pytest.raises(ValueError, match="out: its memory is shared with q"):
+        cute_attn.attention(base[:2], k, v, out=torch.from_dlpack(base[1:]))
+
+
+@pytest.mark.parametrize("device", [True, None, 1.5, "cpu"])
+def test_warmups_take_cuda_devices(device: Any) -> None:
+    with pytest.raises(ValueError, match=r"devices: one of them is .*; allowed: CUDA devices"):
+        cute_attn.warmup(64, devices=[device])

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import io
 import math
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -177,3 +180,34 @@ def test_a_known_kind_is_still_checked_for_its_address() -> None:
     ContiguousCache(x, x)
     with pytest.raises(ValueError, match="k: address of its first element"):
         ContiguousCache(misaligned(x), x)
+
+
+def test_pickles_and_copies_look_at_their_own_memory() -> None:
+    table = torch.zeros(2, 2, 4, dtype=torch.int32)
+    pool = torch.zeros(9, 16, 2, 64, dtype=torch.int8)
+    cache = PagedCache(pool, pool.clone(), table, torch.tensor(0.1))
+    for other in (pickle.loads(pickle.dumps(cache)), copy.deepcopy(cache)):
+        other.page_table.fill_(3)
+        assert isinstance(other.scale, Tensor)
+        other.scale.fill_(2.0)
+        assert other.k_page_table.eq(3).all()
+        assert other.v_page_table.eq(3).all()
+        assert isinstance(other.k_scale, Tensor)
+        assert other.k_scale.item() == 2.0
+    assert cache.k_page_table.eq(0).all()
+
+
+def test_float8_caches_can_be_saved() -> None:
+    k = torch.randn(2, 50, 2, 64).to(torch.float8_e4m3fn)
+    buffer = io.BytesIO()
+    torch.save(ContiguousCache(k, k.clone(), 0.1), buffer)
+    buffer.seek(0)
+    loaded = torch.load(buffer, weights_only=False)
+    assert torch.equal(loaded.k_bits, k.view(torch.int8))
+    assert loaded.k_bits.data_ptr() == loaded.k.data_ptr()
+
+
+def test_sparse_tensors_are_refused() -> None:
+    k = torch.zeros(2, 50, 2, 64)
+    with pytest.raises(ValueError, match=r"k: layout is torch.sparse_coo; allowed: torch.strided"):
+        ContiguousCache(k.to_sparse(), k)

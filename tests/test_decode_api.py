@@ -170,7 +170,7 @@ WRONG: dict[str, Wrong] = {
     "lengths int64": (change(lengths=Tensor.long), "lengths: dtype is torch.int64; allowed: torch.int32"),
     "lengths of 2": (change(lengths=lambda x: x[None]), "lengths: shape is (1, 3); allowed: (batch,)"),
     "lengths text": (change(lengths="123"), "lengths: its type is str; allowed: torch.Tensor, an int, or a list of in"),
-    "lengths floats": (change(lengths=[1.0, 2, 3]), "lengths: its type is list; allowed: torch.Tensor, an int, or"),
+    "lengths floats": (change(lengths=[1.0, 2, 3]), "lengths: its element 0 is 1.0; allowed: an int"),
     "lengths bool": (change(lengths=True), "lengths: its type is bool; allowed: torch.Tensor, an int, or a list of in"),
     "lengths too few": (change(lengths=[1, 2]), "lengths: length is 2; allowed: 3, the batch of q"),
     "too long": (change(lengths=lengths(1, 41, 2)), "lengths: its element 1 is 41; allowed: 0 to 40, the capacity of"),
@@ -320,3 +320,50 @@ def test_a_16_bit_cache_with_a_scale_is_refused_by_the_op_too() -> None:
         torch.ops.cute_attn.decode(normal(3, 2, 4, 16), cache.k, cache.v, lengths(), None, 0.5)
     with pytest.raises(ValueError, match=r"page_table: dtype is torch\.int64"):
         PagedCache(cache.k, cache.k, torch.zeros(3, 4, dtype=torch.int64))
+
+
+CHECKED: dict[str, tuple[dict[str, Any], str]] = {
+    "dtype of lengths": ({"lengths": torch.ones(3, dtype=torch.float32)}, "lengths: dtype is torch.float32"),
+    "shape of lengths": ({"lengths": torch.ones(1, 3, dtype=torch.int32)}, r"lengths: shape is \(1, 3\)"),
+    "rank of q": ({"q": torch.tensor(1.0).half()}, r"q: shape is \(\)"),
+    "window": ({"window": "5"}, "window: it is '5'"),
+}
+
+
+@pytest.mark.parametrize("case", CHECKED)
+def test_values_are_looked_at_only_where_tensors_fit(case: str) -> None:
+    changes, message = CHECKED[case]
+    arguments = {**call(paged()), "check": True, **changes}
+    with pytest.raises(ValueError, match=message):
+        cute_attn.decode(**arguments)
+
+
+def test_lengths_name_the_element_that_is_no_int() -> None:
+    with pytest.raises(ValueError, match=r"lengths: its element 1 is 2.0; allowed: an int"):
+        cute_attn.decode(**{**call(paged()), "lengths": [1, 2.0, 3]})
+
+
+def test_a_huge_split_size_is_one_part() -> None:
+    arguments = call(contiguous())
+    assert torch.equal(cute_attn.decode(**arguments, split_size=2**70), cute_attn.decode(**arguments))
+
+
+@pytest.mark.parametrize("argument", ["head_dim", "dtypes", "cache_dtypes", "page_size", "window", "rows", "devices"])
+def test_warmup_of_nothing_is_refused(argument: str) -> None:
+    arguments: dict[str, Any] = {"head_dim": 64, argument: []}
+    with pytest.raises(ValueError, match=f"{argument}: its length is 0; allowed: at least 1"):
+        cute_attn.warmup_decode(**arguments)
+
+
+def test_warmup_of_a_cache_that_no_query_reads_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"cache_dtypes: it is torch.bfloat16; allowed: .* one of torch.float16"):
+        cute_attn.warmup_decode(64, dtypes=torch.float16, cache_dtypes=torch.bfloat16)
+
+
+def test_merging_keeps_the_sign_of_zero() -> None:
+    out = torch.tensor([[-0.0, 0.0, 1.0]])
+    lse, none = torch.zeros(1), torch.full((1,), -math.inf)
+    for outs, lses in (([out], [lse]), ([out, out + 1], [lse, none]), ([out + 1, out], [none, lse])):
+        merged, _ = cute_attn.merge(outs, lses)
+        assert torch.equal(merged.signbit(), out.signbit())
+        assert torch.equal(merged, out)

@@ -192,3 +192,10 @@ class TestMerge:
         merged, merged_lse = reference.merge([nothing, nothing], [none, none], FLOAT64)
         assert (merged == 0).all()
         assert (merged_lse == -math.inf).all()
+
+
+def test_lengths_may_be_ints() -> None:
+    q, cache, counts = torch.randn(3, 1, 4, 16).half(), contiguous(), [3, 0, 40]
+    expected = reference.decode(q, cache, torch.tensor(counts, dtype=torch.int32), return_lse=True)
+    for mine, one in zip(reference.decode(q, cache, counts, return_lse=True), expected, strict=True):
+        assert torch.equal(mine, one)

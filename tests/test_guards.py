@@ -110,15 +110,23 @@ def test_latest_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     plans: LatestPlans[Plan] = LatestPlans()
     one, without = Plan(guard()), Plan(None)
     assert plans.find("kind", tensors()) is None
-    plans.keep("kind", one)
-    plans.keep("other", without)
+    plans.keep("kind", tensors(), one)
+    plans.keep("other", tensors(), without)
     assert plans.find("kind", tensors()) is one
     assert plans.find("kind", (tensors()[0].bfloat16(), tensors()[1])) is None
     assert plans.find("other", tensors()) is None
     monkeypatch.setattr("cute_attn.guards.MAX_KINDS", 2)
-    plans.keep("third", one)
+    plans.keep("third", tensors(), one)
     assert plans.find("kind", tensors()) is None
     assert plans.find("third", tensors()) is one
+
+
+def test_no_plan_is_kept_for_tensors_that_require_a_gradient() -> None:
+    plans: LatestPlans[Plan] = LatestPlans()
+    leaf = tensors()[0].requires_grad_()
+    with torch.no_grad():
+        plans.keep("kind", (leaf,), Plan(guard_of((leaf,))))
+    assert plans.find("kind", (leaf,)) is None
 
 
 def test_a_torch_without_guards(monkeypatch: pytest.MonkeyPatch) -> None:

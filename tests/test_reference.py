@@ -238,3 +238,11 @@ def test_both_cumulative_lengths_are_needed(given: str) -> None:
     x, lengths = normal(10, 2, 8), {given: cumulative((10,))}
     with pytest.raises(ValueError, match=r"cu_seqlens_.: it is None"):
         reference.attention(x, x, x, cu_seqlens_q=lengths.get("cu_seqlens_q"), cu_seqlens_k=lengths.get("cu_seqlens_k"))
+
+
+def test_inputs_that_do_not_belong_together_are_refused() -> None:
+    q, k = torch.zeros(1, 2, 5, 8), torch.zeros(2, 2, 5, 8)
+    with pytest.raises(ValueError, match=r"k: shape is \(2, 2, 5, 8\); allowed: the rank and batch of q"):
+        reference.attention(q, k, k)
+    with pytest.raises(ValueError, match=r"q: dtype is torch.int32; allowed: a floating dtype"):
+        reference.attention(q.int(), q, q)

@@ -39,7 +39,7 @@ class _Scores(NamedTuple):
 def decode(
     q: Tensor,
     cache: Cache,
-    lengths: Tensor,
+    lengths: Tensor | Sequence[int],
     *,
     scale: float | None = None,
     window: int | None = None,
@@ -70,7 +70,7 @@ def decode(
         softcap or None,
         sinks,
     )
-    counts = lengths.tolist()
+    counts = lengths.tolist() if isinstance(lengths, Tensor) else list(lengths)
     for sequence, count in enumerate(counts):
         if not 0 <= count <= cache.capacity:
             allowed = f"0 to {cache.capacity}, the capacity of the cache"

@@ -79,6 +79,12 @@ def attention(
     check_layout(layout)
     if scale is not None:
         check_scale(scale)
+    packed = cu_seqlens_q is not None or cu_seqlens_k is not None
+    for argument, x in (("q", q), ("k", k), ("v", v)):
+        if not x.is_floating_point():
+            raise argument_error(argument, "dtype", x.dtype, "a floating dtype")
+        if x.dim() != q.dim() or (not packed and x.shape[0] != q.shape[0]):
+            raise argument_error(argument, "shape", tuple(x.shape), f"the rank and batch of q, {tuple(q.shape)}")
     scores = _Scores(
         1 / math.sqrt(q.shape[-1]) if scale is None else scale,
         *window_widths(causal, window),
@@ -88,7 +94,7 @@ def attention(
         raise argument_error("precision", "it", repr(precision), allowed)
     if precision is None:
         precision = Precision(torch.float64) if q.dtype == torch.float64 else FLOAT32
-    if cu_seqlens_q is not None or cu_seqlens_k is not None:
+    if packed:
         out, lse = _packed(q, k, v, (cu_seqlens_q, cu_seqlens_k), scores, precision)
     elif layout == "bhsd":
         out, lse = _dense(q, k, v, scores, precision)

@@ -5,9 +5,11 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Any
 
 from layouts.simulator.arguments import AddressOf
@@ -93,13 +95,22 @@ def launch_of_ptx(
         SimulatorError: no such entry, or the arguments do not fit its parameters.
     """
     entry = _entry(ptx, kernel)
+    extents = _dim3("grid", grid), _dim3("block", block)
+    if math.prod(extents[1]) > MAX_THREADS:
+        raise SimulatorError(f"block is {block}; allowed: at most {MAX_THREADS} threads")
+    if not isinstance(smem_bytes, int) or not 0 <= smem_bytes <= MAX_SMEM_BYTES:
+        raise SimulatorError(f"smem_bytes is {smem_bytes!r}; allowed: 0 to {MAX_SMEM_BYTES}")
     if len(arguments) != len(entry.parameters):
         names = ", ".join(map(str, entry.parameters))
         raise SimulatorError(f"{entry.name} takes {len(entry.parameters)} arguments, got {len(arguments)}: {names}")
     parameters = tuple(
         pack(parameter, argument, address_of) for parameter, argument in zip(entry.parameters, arguments, strict=True)
     )
-    return Launch(ptx, entry.name, _dim3("grid", grid), _dim3("block", block), entry.cluster, smem_bytes, parameters)
+    return Launch(ptx, entry.name, *extents, entry.cluster, smem_bytes, parameters)
+
+
+MAX_THREADS = 1024  # of a block
+MAX_SMEM_BYTES = 227 * 1024  # of a block, on the largest architectures
 
 
 def _kept_ptx(compiled: Any) -> str:
@@ -130,8 +141,8 @@ def _entry(ptx: str, kernel: str | None) -> Entry:
 
 
 def _dim3(what: str, extents: int | Sequence[int]) -> Dim3:
-    given = (extents,) if isinstance(extents, int) else tuple(extents)
-    if not 1 <= len(given) <= 3 or any(extent < 1 for extent in given):
-        raise SimulatorError(f"{what} is {extents}; allowed: one to three positive numbers")
-    x, y, z = (*given, 1, 1)[:3]
+    given = tuple(extents) if isinstance(extents, (list, tuple)) else (extents,)
+    if not 1 <= len(given) <= 3 or any(not isinstance(extent, Integral) or extent < 1 for extent in given):
+        raise SimulatorError(f"{what} is {extents!r}; allowed: one to three positive integers")
+    x, y, z = (*map(int, given), 1, 1)[:3]
     return x, y, z

@@ -154,13 +154,23 @@ class GlobalMemory:
 
 
 def _storage_of(array: Any) -> tuple[NDArray[np.uint8], int, NDArray[np.bool_] | None]:
-    """The bytes of an array's storage, the place of its first element there, and which bytes are its elements."""
+    """The bytes of an array's storage, the place of its first element there, and which bytes are its elements.
+
+    Raises:
+        SimulatorError: its elements are no numbers in memory that a kernel may write to.
+    """
     if isinstance(array, np.ndarray):
+        if array.dtype.hasobject:
+            raise SimulatorError(f"an array of dtype {array.dtype}; allowed: numbers")
+        if not array.flags.writeable:
+            raise SimulatorError("an array that is read-only, to which a kernel might write; allowed: a copy of it")
         first, beyond = _extent(array)
         low, high = array.ctypes.data - first, array.ctypes.data + beyond
         owner = np.ndarray((high - low,), np.uint8, buffer=_memory(low, high - low, array))
         size, shape, strides = array.itemsize, array.shape, array.strides
     else:
+        if array.device.type != "cpu":
+            raise SimulatorError(f"a tensor on {array.device}; allowed: tensors on the CPU")
         storage = array.untyped_storage()
         owner = _torch_bytes(array, storage.nbytes())
         size = array.element_size()

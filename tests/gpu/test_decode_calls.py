@@ -258,7 +258,6 @@ def test_agrees_with_torch_sdpa() -> None:
     torch.testing.assert_close(out, expected, rtol=2e-3, atol=2e-3)
 
 
-@pytest.mark.xfail(reason="16 to 25 us were measured, on two machines", strict=False)
 @pytest.mark.parametrize("kind", ["contiguous", "paged"])
 @pytest.mark.kernels(CORE, DecodeCase(plain(128, "float16", page_size=64)))
 def test_host_time_of_an_eager_call(kind: str) -> None:

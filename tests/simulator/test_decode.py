@@ -141,6 +141,13 @@ def test_all_logits_far_below_zero(config: DecodeConfig) -> None:
         assert_clean(case, "sm_80")
 
 
+@pytest.mark.parametrize("softcap", [0.5, 1e6])
+def test_softcaps_far_from_the_scores(softcap: float) -> None:
+    """A cap far above them changes next to nothing, to the bit of float32."""
+    problem = replace(PAGED, softcap=True)
+    assert_clean(DecodeCase(problem, (70, 200), q_len=2, scale=1.0, softcap=softcap), "sm_90a")
+
+
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.name)
 @pytest.mark.parametrize("splits", [1, 2, 5, 40])
 def test_split_counts(config: DecodeConfig, splits: int) -> None:

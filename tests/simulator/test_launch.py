@@ -22,6 +22,7 @@ from layouts.simulator.arguments import map_leaves
 from layouts.simulator.errors import SimulatorError
 from layouts.simulator.launch import capture, launch_of_ptx
 from layouts.simulator.recorder import Recorder
+from layouts.simulator.simulate import simulate
 from tests.simulator import kernels
 
 ROOT = Path(__file__).parents[2]
@@ -352,3 +353,26 @@ def test_ptx_of_the_dsl_takes_the_captured_bytes(scale: Any) -> None:
     (launch,) = capture(scale, scale_arguments(), Addresses())
     again = launch_of_ptx(launch.ptx, SCALE_PARAMETERS, launch.grid, launch.block, launch.smem_bytes, Addresses())
     assert again == launch
+
+
+NOTHING = ".version 8.0\n.target sm_80\n.address_size 64\n.visible .entry k(.param .u64 p) { ret; }\n"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"grid": (1.5, 1)}, r"grid is \(1.5, 1\); allowed: one to three positive integers"),
+        ({"grid": None}, "grid is None; allowed: one to three"),
+        ({"grid": "1"}, "grid is '1'; allowed"),
+        ({"block": (1024, 2)}, r"block is \(1024, 2\); allowed: at most 1024 threads"),
+        ({"smem_bytes": -1}, "smem_bytes is -1; allowed: 0 to 232448"),
+        ({"smem_bytes": 2**40}, "smem_bytes is 1099511627776; allowed: 0 to"),
+        ({"arguments": [np.array([object()])]}, "an array of dtype object; allowed: numbers"),
+        ({"arguments": [np.broadcast_to(np.zeros(1, np.int32), 32)]}, "an array that is read-only"),
+        ({"arguments": [torch.zeros(1, device="meta")]}, "a tensor on meta; allowed: tensors on the CPU"),
+    ],
+)
+def test_launches_that_no_gpu_would_take_are_refused(changes: dict[str, Any], message: str) -> None:
+    given: dict[str, Any] = {"arguments": [np.zeros(32, np.int32)], "grid": 1, "block": 32, **changes}
+    with pytest.raises(SimulatorError, match=message):
+        simulate(NOTHING, **given)

@@ -224,8 +224,10 @@ class DecodeOutput:
                 place = self._place(min(first + k, parts - 1), row)
                 row_max, row_sum, exact_sum, _ = load_floats_of_other_blocks(place + self.problem.head_dim * 4)
                 o = load_floats_of_other_blocks(place + quad * (QUAD * 4))
+                # What is loaded again beyond the last part counts for nothing; 0 x inf would.
                 row_max = row_max if first + k < parts else -Float32.inf
-                loaded.append((row_max, row_sum, exact_sum, o))
+                dims = [x if first + k < parts else Float32(0.0) for x in o]
+                loaded.append((row_max, row_sum, exact_sum, dims))
             total.add(loaded)
         return total
 

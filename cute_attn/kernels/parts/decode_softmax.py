@@ -24,6 +24,8 @@ from cute_attn.kernels.parts.rare import once_if
 from cute_attn.kernels.parts.softmax import SLACK, exp2, finite_or_zero, largest
 
 LOG2_E = 1.4426950408889634
+LN2 = 1 / LOG2_E
+SMALL = 0.25  # up to here the series of tanh is exact to float32
 TOKENS_APART = (4, 8, 16)  # distances of the lanes that hold other tokens of the same rows
 
 
@@ -86,12 +88,21 @@ class ScoreScale:
                         scores[at] = self._capped(scores[at] * scale)
 
     def _capped(self, score: Float32) -> Float32:
-        """softcap * tanh(score / softcap), by tanh(y) = 1 - 2 / (1 + exp(2 y)), which no y overflows."""
+        """softcap * tanh(score / softcap)."""
         if self.softcap is None:
             return score
-        # 2^(2 y log2(e)) with y = score / (softcap log2(e)).
-        power = exp2(score * (2.0 * cute.arch.rcp_approx(self.softcap)))
-        return self.softcap * LOG2_E * (1.0 - 2.0 * cute.arch.rcp_approx(1.0 + power))
+        return self.softcap * LOG2_E * _tanh(score * cute.arch.rcp_approx(self.softcap))
+
+
+@cute.jit
+def _tanh(score: Float32) -> Float32:
+    """tanh of a score in units of log2: the difference of 1 - 2 / (1 + exp(2 y)), which no y overflows, or for small y,
+    where that difference loses digits, the first five terms of the series."""
+    y = score * LN2
+    square = y * y
+    series = 1.0 + square * (-1 / 3 + square * (2 / 15 + square * (-17 / 315 + square * (62 / 2835))))
+    difference = 1.0 - 2.0 * cute.arch.rcp_approx(1.0 + exp2(2.0 * score))
+    return y * series if square < SMALL * SMALL else difference
 
 
 @dataclass(frozen=True)
