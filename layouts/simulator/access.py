@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from layouts.simulator import traffic
 from layouts.simulator.errors import UnknownInstructionError
+from layouts.simulator.global_shadow import Order
 from layouts.simulator.group import LANES, Group
 from layouts.simulator.memory import AddressError
 from layouts.simulator.operands import reader
@@ -49,6 +50,14 @@ def by_warp(flat: IntArray, active: NDArray[np.bool_] | None) -> tuple[IntArray,
     spread = np.zeros(len(active), np.int64)
     spread[active] = flat
     return spread.reshape(-1, LANES), active.reshape(-1, LANES)
+
+
+def order_of(instruction: Instruction) -> Order:
+    """By the modifiers of a load, a store or an atomic. Those of a scope within the CTA order nothing beyond it."""
+    parts = {*instruction.modifiers}
+    wide = "cta" not in parts
+    acquires, releases = (wide and bool(parts & {each, "acq_rel"}) for each in ("acquire", "release"))
+    return Order(acquires or releases or bool(parts & {"relaxed", "volatile"}), acquires, releases)
 
 
 class SharedAccess:
@@ -101,6 +110,7 @@ class GlobalAccess:
 
     def __init__(self, machine: Machine, instruction: Instruction, operand: Operand, size: int, count: int):
         self.machine, self.instruction = machine, instruction
+        self.order = order_of(instruction)
         self.size, self.num = size, count
         self.width = size * count
         self.addresses = address_reader(machine, instruction, operand, shared=False)
@@ -125,7 +135,9 @@ class GlobalAccess:
 
     def _load(self, address: IntArray, lanes: IntArray) -> NDArray[Any]:
         try:
-            return self.machine.memory.load(address, self.size, self.num)
+            values = self.machine.memory.load(address, self.size, self.num)
+            self._check(address, lanes, stores=False)
+            return values
         except AddressError as error:
             self.machine.address_error(self.instruction, lanes, error)
             good = self._good(address)
@@ -143,11 +155,28 @@ class GlobalAccess:
             address, values = address[active], values[active]
         try:
             self.machine.memory.store(address, values)
+            self._check(address, group.lane_numbers(), stores=True)
         except AddressError as error:
             self.machine.address_error(self.instruction, group.lane_numbers(), error)
             good = self._good(address)
             if good.any():
                 self.machine.memory.store(address[good], values[good])
+
+    def _check(self, address: IntArray, lanes: IntArray, stores: bool) -> None:
+        """Look for races, all addresses being right."""
+        machine, shadow = self.machine, self.machine.global_shadow
+        if shadow is None or not len(address):
+            return
+        if self.order.strong:
+            shadow.synchronise(lanes, address, self.width, self.order, reads=not stores, writes=stores)
+            if stores:
+                return
+        if stores:
+            what, conflicts = "write", shadow.write(lanes, address, self.width, self.instruction.index)
+        else:
+            what, conflicts = "read", shadow.read(lanes, address, self.width)
+        for conflict in conflicts:
+            machine.global_race(self.instruction, what, int(lanes[conflict.position]), conflict)
 
     def _good(self, address: IntArray) -> NDArray[np.bool_]:
         good = np.zeros(len(address), bool)

@@ -42,6 +42,11 @@ class Analysis:
         """The smallest number of bytes that any instruction accesses in shared memory at once, at most 16."""
         return min((_shared_bytes(instruction) for instruction in self._kernel.instructions), default=16)
 
+    @cached_property
+    def global_granule(self) -> int:
+        """The same of global memory."""
+        return min((_global_bytes(instruction) for instruction in self._kernel.instructions), default=16)
+
 
 @lru_cache(maxsize=16)
 def analysis_of(kernel: Kernel) -> Analysis:
@@ -61,6 +66,19 @@ def _shared_bytes(instruction: Instruction) -> int:
         return 4 if generic else 16
     if parts[0] == "cp":
         return min([16, *(getattr(operand, "value", 16) for operand in instruction.operands[2:3])])
+    return min(16, _bytes_of_type(parts))
+
+
+def _global_bytes(instruction: Instruction) -> int:
+    """How many bytes of global memory an instruction accesses at once; 16 if none."""
+    parts = instruction.parts
+    if parts[0] == "cp":
+        return min([16, *(getattr(operand, "value", 16) for operand in instruction.operands[2:3])])
+    elsewhere = any(part.split("::")[0] in ("shared", "param", "local", "const") for part in parts)
+    return 16 if parts[0] not in ("ld", "ldu", "st") or elsewhere else min(16, _bytes_of_type(parts))
+
+
+def _bytes_of_type(parts: tuple[str, ...]) -> int:
     bits = int("".join(letter for letter in parts[-1] if letter.isdigit()).removesuffix("x2") or 32)
     vector = next((int(part[1:]) for part in parts if part in ("v2", "v4", "v8")), 1)
-    return min(16, bits // 8 * vector)
+    return bits // 8 * vector

@@ -177,6 +177,21 @@ class Clocks:
         ctas, first = np.unique((slots % self.ctas)[order], return_index=True)
         return ctas, np.maximum.reduceat(rows[order], first, axis=0) if len(slots) else rows
 
+    def behind(self, slot: int) -> NDArray[np.int32]:
+        """Of each warp of the CTA the latest stamp that a slot has behind it now, (warps,)."""
+        return self.known[ORDERED, slot, : self.warps].copy()
+
+    def go_on(self, slots: IntArray) -> None:
+        """Time passes for these slots: what they do from now on is told from what they did."""
+        self._advance(slots)
+
+    def ordered(self, lane: IntArray, agent: IntArray, stamp: NDArray[np.int32]) -> BoolArray:
+        """Whether accesses by agents of their CTAs are ordered before what lanes do now. All arguments: (n,)."""
+        known = stamp <= self.known[ORDERED, self.slot_of[lane], agent]
+        code = stamp & CODE
+        known |= (self.agent_of[lane] == agent) & ((code == lane % LANES) | (code == WHOLE_WARP))
+        return known | self.known_to_lane(lane, agent, stamp)
+
     def known_to_lane(self, lane: IntArray, agent: IntArray, stamp: NDArray[np.int32]) -> BoolArray:
         """Whether accesses are ordered before a lane although they are not before its warp. All arguments: (n,)."""
         slot = self.slot_of[lane]

@@ -16,6 +16,7 @@ from layouts.simulator import checks
 from layouts.simulator.analysis import Analysis, analysis_of
 from layouts.simulator.clocks import Clocks
 from layouts.simulator.errors import UnknownInstructionError
+from layouts.simulator.global_shadow import Conflict, GlobalShadow
 from layouts.simulator.group import LANES, Group, Lanes
 from layouts.simulator.instructions import machine_code
 from layouts.simulator.memory import AddressError, GlobalMemory
@@ -62,7 +63,7 @@ class Machine:
         warps: of a CTA.
         shared: shared memory.
         memory: global memory.
-        clocks, shadow: who knows of what; None where nothing is checked.
+        clocks, shadow, global_shadow: who knows of what; None where nothing is checked.
         events: goes up when something happens that a waiting warp may wait for.
         delayed: asynchronous work that completes by itself; each call completes one piece.
         exited: (lanes,) those that have ended.
@@ -82,7 +83,7 @@ class Machine:
         smem_bytes: int,
         counters: Counters,
         findings: list[Finding],
-        checked: bool = True,
+        global_shadow: GlobalShadow | None = None,
     ):
         self.kernel, self.memory, self.parameters = kernel, memory, parameters
         self.grid, self.block = shape
@@ -92,6 +93,7 @@ class Machine:
         self.warps = -(-self.threads // LANES)
         self.num_lanes = self.warps * self.ctas * LANES
         self.counters, self.findings = counters, findings
+        checked = global_shadow is not None
         self.files = {kind: np.zeros((rows, self.num_lanes), RAW[kind]) for kind, rows in kernel.registers.items()}
         analysis = analysis_of(kernel)
         unwritten = analysis.unwritten if checked else {}
@@ -112,7 +114,10 @@ class Machine:
         self.exited = self.thread_of_lane >= self.threads
         self.clocks: Clocks | None = Clocks(self.warps, self.ctas) if checked else None
         self.shadow: SharedShadow | None = None
-        if self.clocks is not None:
+        self.global_shadow = global_shadow
+        if self.clocks is not None and global_shadow is not None:
+            x, y, _ = self.grid
+            global_shadow.begin(self.clocks, coordinates @ np.array([1, x, x * y]))
             self.shadow = SharedShadow(self.clocks, self.shared.bytes_per_cta, analysis.granule, self._report)
         self.events = 0
         self.delayed: list[Callable[[], None]] = []
@@ -194,6 +199,16 @@ class Machine:
             text += f"; the other is {other.text}" + (f" ({other.source})" if other.source else "")
         cta = tuple(self.coordinates[finding.cta].tolist())
         self.find(finding.kind, text, instruction, finding.count, cta=cta, address=finding.address)
+
+    def global_race(self, instruction: Instruction, what: str, lane: int, conflict: Conflict) -> None:
+        """Note an access to global memory that is not ordered after another thread's write."""
+        x, y, _ = self.grid
+        other = self.kernel.instructions[conflict.instruction]
+        cta = conflict.cta % x, conflict.cta // x % y, conflict.cta // (x * y)
+        writer = f"CTA {cta}, thread {conflict.agent * LANES + conflict.lane} in {other.text}"
+        source = f" ({other.source})" if other.source else ""
+        text = f"{what} by {self.lane_name(lane)}, {conflict.place}, not ordered after the write by {writer}{source}"
+        self.find("race", text, instruction, conflict.accesses)
 
     def address_error(self, instruction: Instruction, lanes: NDArray[np.int64], error: AddressError) -> None:
         """Note an access to global memory outside of every array."""

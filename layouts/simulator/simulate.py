@@ -10,9 +10,11 @@ from typing import Any
 import numpy as np
 
 from layouts.simulator import scheduler
+from layouts.simulator.analysis import analysis_of
 from layouts.simulator.arguments import is_array, is_dsl_tensor, map_leaves
 from layouts.simulator.counters import InstructionCounts
 from layouts.simulator.errors import SimulatorError
+from layouts.simulator.global_shadow import GlobalShadow
 from layouts.simulator.launch import Launch, capture, launch_of_ptx
 from layouts.simulator.machine import Counters, Machine
 from layouts.simulator.memory import GlobalMemory
@@ -120,12 +122,13 @@ def run_launch(
     coordinates = np.stack([numbers % x, numbers // x % y, numbers // (x * y)], axis=1)
     warps = -(-int(np.prod(launch.block)) // 32)
     together = max(1, WARPS_TOGETHER // warps)
+    global_shadow = GlobalShadow(memory, analysis_of(kernel).global_granule) if checked else None
     with np.errstate(all="ignore"):
         for start in range(0, len(numbers), together):
             some = coordinates[start : start + together]
             machine = Machine(
                 kernel, (launch.grid, launch.block), some, memory, bytes(parameters), launch.smem_bytes, counters,
-                findings, checked,
+                findings, global_shadow,
             )  # fmt: skip
             scheduler.run(machine, schedule, seed)
     instructions = [

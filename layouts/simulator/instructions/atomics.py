@@ -99,10 +99,12 @@ def _global_cells(machine: Machine, instruction: Instruction, operand: Any, dtyp
     def locate(group: Group) -> list[Any]:
         address = access.addresses(group)
         access.count(address, group.active)
+        chosen = address if group.active is None else address[group.active]
+        if machine.global_shadow is not None:
+            lanes, width = group.lane_numbers(), dtype.itemsize
+            machine.global_shadow.synchronise(lanes, chosen, width, access.order, reads=True, writes=True)
         found: list[Any] = []
-        for lane, each in zip(
-            group.lane_numbers(), address if group.active is None else address[group.active], strict=True
-        ):
+        for lane, each in zip(group.lane_numbers(), chosen, strict=True):
             try:
                 segment, _ = machine.memory.locate(np.array([each]), dtype.itemsize)[0]
                 cells = segment.units[dtype.itemsize].view(dtype)
@@ -117,8 +119,12 @@ def _global_cells(machine: Machine, instruction: Instruction, operand: Any, dtyp
 
 @instruction("fence", "membar")
 def fence(machine: Machine, instruction: Instruction) -> Handler:
-    """Fences. Memory is sequentially consistent here; only the proxy fence changes what the checker knows."""
-    clocks = machine.clocks
-    if clocks is None or instruction.parts[1:3] != ("proxy", "async"):
+    """Fences. Memory is sequentially consistent here; they change what the checkers know."""
+    clocks, shadow = machine.clocks, machine.global_shadow
+    if clocks is None or shadow is None:
         return lambda group: None
-    return lambda group: clocks.fence_proxy_async(group.slots)
+    if instruction.parts[1:3] == ("proxy", "async"):
+        return lambda group: clocks.fence_proxy_async(group.slots)
+    if {"gl", "gpu", "sys"} & set(instruction.parts):
+        return lambda group: shadow.fence(group.slots)
+    return lambda group: None
