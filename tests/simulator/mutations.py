@@ -109,7 +109,7 @@ def run(case: Case, ptx: str | None = None, schedule: str = "lockstep") -> Repor
     given, lse = arguments(case, tensors)
     memory = GlobalMemory()
     (launch,) = capture(compiled(spec_of(case, "sm_80")), given, place(memory, given))
-    with _time_limit():
+    with time_limit():
         report = run_launch(replace(launch, ptx=ptx or launch.ptx), memory, schedule=schedule)
     if not report.findings:
         check.assert_nothing_written_beyond(tensors)
@@ -117,7 +117,7 @@ def run(case: Case, ptx: str | None = None, schedule: str = "lockstep") -> Repor
     return report
 
 
-class _time_limit:
+class time_limit:
     """Of the process's own time, so that a busy machine makes no hang."""
 
     def __enter__(self) -> None:
