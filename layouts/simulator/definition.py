@@ -82,7 +82,8 @@ def maybe_unwritten(kernel: Kernel) -> dict[int, list[Register]]:
         now = known[start]
         for instruction in kernel.instructions[block.start : block.end]:
             missing = [register for register in dict.fromkeys(sources(instruction)) if not now & bit(register)]
-            if missing:
+            # Compilers put undefined bytes beside others with prmt, where nothing looks at them.
+            if missing and instruction.base != "prmt":
                 reads[instruction.index] = missing
             if instruction.guard is None:
                 for register in destinations(instruction):

@@ -307,3 +307,9 @@ def test_what_is_not_modelled_is_named(line: str) -> None:
         launch(f"    ret;\n    {line}\n", np.zeros(1, np.uint32))
     named = {"mov.u32 %r9, %clock;": "%clock", "@%p1 add.u128 %r9, %r1, 1;": "add.u128"}.get(line, line.rstrip(";"))
     assert named in str(caught.value)
+
+
+def test_undefined_bytes_that_prmt_puts_where_nothing_looks() -> None:
+    bytes_beside = "mov.b32 %r9, 7; prmt.b32 %r6, %r60, %r61, 0x3340; prmt.b32 %r9, %r9, %r6, 0x5410;"
+    report = launch(THREAD + bytes_beside + "and.b32 %r9, %r9, 0xffff;" + STORE, np.zeros(32, np.uint32), block=32)
+    assert not report.findings
