@@ -77,7 +77,7 @@ def launch_of_ptx(
     block: int | Sequence[int],
     smem_bytes: int,
     address_of: AddressOf,
-    kernel: str | None = None,
+    entry: str | None = None,
 ) -> Launch:
     """A launch of a PTX kernel, from any compiler.
 
@@ -89,24 +89,24 @@ def launch_of_ptx(
         block: threads along x, y, z; missing ones are 1.
         smem_bytes: dynamic shared memory of a block.
         address_of: gives the device address of an array's first element.
-        kernel: name of the entry; not needed where there is only one.
+        entry: its name; not needed where there is only one.
 
     Raises:
         SimulatorError: no such entry, or the arguments do not fit its parameters.
     """
-    entry = _entry(ptx, kernel)
+    found = _entry(ptx, entry)
     extents = _dim3("grid", grid), _dim3("block", block)
     if math.prod(extents[1]) > MAX_THREADS:
         raise SimulatorError(f"block is {block}; allowed: at most {MAX_THREADS} threads")
     if not isinstance(smem_bytes, int) or not 0 <= smem_bytes <= MAX_SMEM_BYTES:
         raise SimulatorError(f"smem_bytes is {smem_bytes!r}; allowed: 0 to {MAX_SMEM_BYTES}")
-    if len(arguments) != len(entry.parameters):
-        names = ", ".join(map(str, entry.parameters))
-        raise SimulatorError(f"{entry.name} takes {len(entry.parameters)} arguments, got {len(arguments)}: {names}")
+    if len(arguments) != len(found.parameters):
+        names = ", ".join(map(str, found.parameters))
+        raise SimulatorError(f"{found.name} takes {len(found.parameters)} arguments, got {len(arguments)}: {names}")
     parameters = tuple(
-        pack(parameter, argument, address_of) for parameter, argument in zip(entry.parameters, arguments, strict=True)
+        pack(parameter, argument, address_of) for parameter, argument in zip(found.parameters, arguments, strict=True)
     )
-    return Launch(ptx, entry.name, *extents, entry.cluster, smem_bytes, parameters)
+    return Launch(ptx, found.name, *extents, found.cluster, smem_bytes, parameters)
 
 
 MAX_THREADS = 1024  # of a block
@@ -136,7 +136,7 @@ def _entry(ptx: str, kernel: str | None) -> Entry:
         return next(iter(entries.values()))
     if kernel not in entries:
         wanted = "several entries" if kernel is None else f"no entry {kernel}"
-        raise SimulatorError(f"the PTX has {wanted if entries else 'no entry'}; kernel= takes one of {list(entries)}")
+        raise SimulatorError(f"the PTX has {wanted if entries else 'no entry'}; entry= takes one of {list(entries)}")
     return entries[kernel]
 
 

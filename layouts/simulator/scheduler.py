@@ -11,17 +11,18 @@ from layouts.simulator.machine import Machine
 
 SCHEDULES = ("lockstep", "serial", "reversed", "random")
 SPINS = 3  # polls of an mbarrier with nothing happening between, after which a warp is stuck
-MAX_BLOCKS = 20_000_000
+MAX_STEPS = 2_000_000  # of a batch: minutes
 FAIR_TURN = 1024  # so often the warp that has waited longest runs, whatever the schedule: another may spin on its flag
 
 
-def run(machine: Machine, schedule: str, seed: int) -> None:
+def run(machine: Machine, schedule: str, seed: int, max_steps: int = MAX_STEPS) -> None:
     """Run a batch to its end, or until it is stuck (a finding).
 
     Args:
         schedule: "lockstep" runs all warps together, "serial" and "reversed" one warp of each CTA as far as it gets,
             from the first or the last, "random" any of them for a block.
         seed: of the random schedule.
+        max_steps: blocks of instructions, each run by one group of warps, after which it counts as endless.
     """
     if schedule not in SCHEDULES:
         raise SimulatorError(f"schedule is {schedule!r}; allowed: {', '.join(SCHEDULES)}")
@@ -30,7 +31,7 @@ def run(machine: Machine, schedule: str, seed: int) -> None:
     pick = _picker(machine, schedule, chance)
     executions = dict.fromkeys(machine.blocks, 0)
     lanes = dict.fromkeys(machine.blocks, 0)
-    for turn in range(1, MAX_BLOCKS + 1):
+    for turn in range(1, max_steps + 1):
         candidates = [group for group in machine.ready if group.seen != machine.events]
         if not candidates:  # a poll in vain is no wait: a kernel that goes on regardless must see what it gets
             candidates = [group for group in machine.ready if group.stalled == 1]
@@ -53,7 +54,7 @@ def run(machine: Machine, schedule: str, seed: int) -> None:
             handler(group)
         machine.ready += control(group)
     else:
-        raise SimulatorError(f"{machine.kernel.name} has not ended after {MAX_BLOCKS} blocks of instructions")
+        raise SimulatorError(f"{machine.kernel.name} has not ended after {max_steps:,} steps: max_steps allows more")
     for start, block in machine.blocks.items():
         machine.counters.executions[start : block.end] += executions[start]
         machine.counters.lanes[start : block.end] += lanes[start]

@@ -34,6 +34,8 @@ def simulate(
     schedule: str = "lockstep",
     seed: int = 0,
     checked: bool = True,
+    entry: str | None = None,
+    max_steps: int = scheduler.MAX_STEPS,
 ) -> Report:
     """Run a compiled kernel on the CPU.
 
@@ -45,26 +47,30 @@ def simulate(
         schedule: "lockstep", "serial", "reversed" or "random": in which order the warps of a CTA run.
         seed: of the random schedule.
         checked: look for races and for use of what was never written.
+        entry: the name of the kernel, where PTX has several.
+        max_steps: after so many steps a kernel counts as endless: a step is a run of instructions without a branch, by
+            the warps that stand there, of which up to 128 are simulated at a time.
 
     Returns:
         A Report. Of several launches of one function the counts of the last, and the findings of all.
 
     Raises:
-        SimulatorError: the kernel cannot be run here, for instance for an instruction that is not modelled.
+        SimulatorError: the kernel cannot be run here, for instance for an instruction that is not modelled; it does
+            not end; or the compiled function launches none.
     """
     memory = GlobalMemory()
     address_of = place(memory, arguments)
     if isinstance(kernel, str):
-        launches = [launch_of_ptx(kernel, arguments, grid, block, smem_bytes, address_of)]
+        launches = [launch_of_ptx(kernel, arguments, grid, block, smem_bytes, address_of, entry)]
     else:
         launches = capture(kernel, arguments, address_of)
     findings: list[Finding] = []
     report = None
     for launch in launches:
-        report = run_launch(launch, memory, schedule=schedule, seed=seed, checked=checked)
+        report = run_launch(launch, memory, schedule=schedule, seed=seed, checked=checked, max_steps=max_steps)
         findings += report.findings
     if report is None:
-        return Report(kernel="nothing was launched")
+        raise SimulatorError("the function launched no kernel")
     report.findings = merge_findings(findings)
     return report
 
@@ -107,7 +113,13 @@ def _refuse_clusters(launch: Launch, kernel: Kernel) -> None:
 
 
 def run_launch(
-    launch: Launch, memory: GlobalMemory, *, schedule: str = "lockstep", seed: int = 0, checked: bool = True
+    launch: Launch,
+    memory: GlobalMemory,
+    *,
+    schedule: str = "lockstep",
+    seed: int = 0,
+    checked: bool = True,
+    max_steps: int = scheduler.MAX_STEPS,
 ) -> Report:
     """Run one launch over memory whose addresses its parameters hold; the other arguments are those of ``simulate``."""
     started = time.perf_counter()
@@ -130,7 +142,7 @@ def run_launch(
                 kernel, (launch.grid, launch.block), some, memory, bytes(parameters), launch.smem_bytes, counters,
                 findings, global_shadow,
             )  # fmt: skip
-            scheduler.run(machine, schedule, seed)
+            scheduler.run(machine, schedule, seed, max_steps)
     instructions = [
         InstructionCounts(
             index=i.index,

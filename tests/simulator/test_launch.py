@@ -341,7 +341,7 @@ def test_wrong_ptx_arguments(index: int, wrong: Any, message: str) -> None:
 def test_wrong_ptx_launches() -> None:
     with pytest.raises(SimulatorError, match=r"two takes 5 arguments, got 1: parameter two_pointer \(.u64\)"):
         ptx_launch(0)
-    with pytest.raises(SimulatorError, match=r"several entries; kernel= takes one of \['two', 'none'\]"):
+    with pytest.raises(SimulatorError, match=r"several entries; entry= takes one of \['two', 'none'\]"):
         ptx_launch(kernel=None)
     with pytest.raises(SimulatorError, match="no entry three"):
         ptx_launch(kernel="three")
@@ -376,3 +376,16 @@ def test_launches_that_no_gpu_would_take_are_refused(changes: dict[str, Any], me
     given: dict[str, Any] = {"arguments": [np.zeros(32, np.int32)], "grid": 1, "block": 32, **changes}
     with pytest.raises(SimulatorError, match=message):
         simulate(NOTHING, **given)
+
+
+def test_a_kernel_that_does_not_end_is_an_error() -> None:
+    endless = NOTHING.replace("ret;", "L: bra L;")
+    with pytest.raises(SimulatorError, match="k has not ended after 1,000 steps: max_steps allows more"):
+        simulate(endless, [np.zeros(1, np.int32)], grid=1, block=32, max_steps=1000)
+
+
+def test_one_of_several_entries_is_chosen() -> None:
+    two = NOTHING + NOTHING.split("64\n")[1].replace(" k(", " other(")
+    assert simulate(two, [np.zeros(1, np.int32)], grid=1, block=32, entry="other").kernel == "other"
+    with pytest.raises(SimulatorError, match="several entries; entry= takes one of"):
+        simulate(two, [np.zeros(1, np.int32)], grid=1, block=32)
